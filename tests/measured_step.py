@@ -20,7 +20,6 @@ from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, call_model, call_routed, init_weights
 from trainkit.optim import make_optimizer
 from trainkit.parallel import (
-    DTYPES,
     expert_parallel,
     fsdp,
     mixed_precision,
@@ -28,6 +27,7 @@ from trainkit.parallel import (
     recompute,
     recompute_budget,
 )
+from trainkit.parallel.precision import DTYPES
 from trainkit.parallel.sequence_parallel import sequence_parallel
 from trainkit.parallel.tensor_parallel import tensor_parallel
 from trainkit.post.adapters import apply_freeze_

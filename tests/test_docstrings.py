@@ -20,8 +20,6 @@ ADAPTERS = "wants a model with adapters: docs/howto/adapters.md shows it"
 WITHOUT_EXAMPLE = {
     "adapters.export_peft": ADAPTERS,
     "adapters.use_merged_adapters": ADAPTERS,
-    "adapters.merge_run": ADAPTERS,
-    "adapters.to_peft": ADAPTERS,
     "checkpoint.open_guarded_saver": DISK,
     "checkpoint.load_checkpoint": DISK,
     "checkpoint.load_weights": DISK,

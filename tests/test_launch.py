@@ -14,14 +14,13 @@ import torch
 from test_docs import blocks_of, problems_of_command
 
 import trainkit as tk
-from trainkit.mesh import (
+from trainkit.mesh import launch, read_launch
+from trainkit.mesh.launch import (
     Launch,
+    check_torch_version,
     describe_launch,
-    launch,
     launch_from_slurm,
     launch_from_torchrun,
-    read_launch,
-    require_torch,
 )
 from trainkit.tools.testing import run_ranks
 from trainkit.types import ConfigError
@@ -197,15 +196,15 @@ def test_a_torchrun_in_a_job_that_would_die_of_sigusr1_is_told_of():
 def test_an_old_torch_is_refused(found, monkeypatch):
     monkeypatch.setattr(launch, "_version", {"torch": found}.get)
     with pytest.raises(ConfigError, match=r"2\.11"):
-        require_torch()
+        check_torch_version()
 
 
 @pytest.mark.case("L15")
 def test_the_torch_that_is_here_is_recent_enough(monkeypatch):
-    require_torch()
+    check_torch_version()
     for found in ("2.11.0", "2.13.0+cpu", "3.0.0a0+git12"):
         monkeypatch.setattr(launch, "_version", {"torch": found}.get)
-        require_torch()
+        check_torch_version()
 
 
 def as_slurm_would(port):
@@ -303,7 +302,7 @@ def release(text):
 
 
 def test_the_torch_that_is_allowed_is_the_torch_that_was_tested():
-    """The bounds of pyproject.toml, what `require_torch` says, .ci's pin, and the page's table."""
+    """The bounds of pyproject.toml, of `check_torch_version`, .ci's pin, and the page's table."""
     root = Path(__file__).parents[1]
     bounds = re.search(r'"torch>=([\d.]+),<([\d.]+)"', (root / "pyproject.toml").read_text())
     least, below = map(release, bounds.groups())

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trainkit as tk
-from trainkit.mesh import get_world_size, launch_from_slurm, read_launch
+from trainkit.mesh import get_world_size, read_launch
 from trainkit.mesh.axes import partitions_of
+from trainkit.mesh.launch import launch_from_slurm
 from trainkit.tools.testing import run_ranks
 from trainkit.types import ConfigError, Layout
 

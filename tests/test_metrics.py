@@ -1,10 +1,12 @@
 """Metrics: one reduction, one transfer, and arithmetic that can be checked by hand."""
 
 import inspect
+import math
 import time
 from functools import partial
 from types import SimpleNamespace
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ import trainkit as tk
 from trainkit import metrics
 from trainkit.mesh import solo_parallel
 from trainkit.metrics import (
+    decoder_flops,
     expert_load_entropy,
     expert_load_ratio,
     make_expert_load_metrics,
@@ -26,6 +29,8 @@ from trainkit.metrics import (
     to_host,
     tokens_per_second,
 )
+from trainkit.models.config import Experts, Sliding, parameter_shapes
+from trainkit.models.decoder_sizes import make_decoder_config
 from trainkit.run.sinks.tensorboard import scalars
 from trainkit.tools.testing import run_ranks
 from trainkit.types import Axis, Share
@@ -254,14 +259,29 @@ def test_model_flops_refuses_an_unknown_convention():
         small_flops(lengths=[1], attention="half")
 
 
+def test_flops_of_a_decoder_count_active_experts_and_windows():
+    config = make_decoder_config("tiny")
+    lengths = [5, 40]
+    heads = partial(model_flops, heads=config.heads, head_dim=config.head_size, lengths=lengths)
+    shapes = parameter_shapes(config).items()
+    trained = sum(math.prod(shape) for name, shape in shapes if name.startswith("layers."))
+    trained += config.vocab_size * config.width  # the output head; the embedding is looked up
+    assert decoder_flops(config, lengths) == heads(linear_parameters=trained, layers=config.layers)
+
+    sliding = attrs.evolve(config, sliding=Sliding(window=8, full_every=2))
+    windows = heads(linear_parameters=0, layers=2, window=8)
+    assert decoder_flops(sliding, lengths) == windows + heads(linear_parameters=trained, layers=2)
+
+    experts = Experts(count=4, chosen=1, renormalize=False, width=config.mlp_width)
+    one_of_four = decoder_flops(attrs.evolve(config, experts=experts), lengths)
+    routers = 6 * sum(lengths) * config.layers * 4 * config.width
+    assert one_of_four == decoder_flops(config, lengths) + routers
+
+
 def test_flops_utilization():
     assert model_flops_utilization(6e12, 3.0, peak=1e12, devices=4) == 0.5
-    for seconds, peak, devices in (
-        (0.0, 1.0, 1),
-        (1.0, -1.0, 1),
-        (1.0, 1.0, 0),
-        (1.0, float("nan"), 1),
-    ):
+    wrong = [(0.0, 1.0, 1), (1.0, -1.0, 1), (1.0, 1.0, 0), (1.0, math.nan, 1)]
+    for seconds, peak, devices in wrong:
         with pytest.raises(ValueError, match="model_flops_utilization: seconds, peak and devices"):
             model_flops_utilization(1.0, seconds, peak=peak, devices=devices)
 

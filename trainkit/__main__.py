@@ -31,7 +31,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import orjson
 
@@ -53,33 +53,34 @@ COMMANDS = {
 }
 
 
+_INDENT = orjson.OPT_INDENT_2
+
+
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are ours."""
+    """A parser that raises ConfigError in place of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}: {message}", hint=self.format_usage().strip())
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog="python -m trainkit", description=__doc__, formatter_class=form)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():
-        about = {"help": command.HELP, "description": command.__doc__}
-        command.add(commands.add_parser(name, **about, formatter_class=form))
+        subparser = commands.add_parser(
+            name, help=command.HELP, description=command.__doc__, formatter_class=form
+        )
+        command.add(subparser)
     return parser
 
 
-def _json(report: Any) -> bytes:
-    return orjson.dumps(report, option=orjson.OPT_INDENT_2)
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; return its exit code. Without any, print what there is.
+    """Run one command and return its exit code; without a command, print the help.
 
     Effects:
-        Prints what the command returns: text as it is, records as a table on a terminal and as JSON
-        elsewhere; and does what the command does.
+        Those of the command. Prints its result: text as it is, records as a table on a terminal and
+        as JSON elsewhere.
     """
     words = sys.argv[1:] if argv is None else argv
     for name in ("stdout", "stderr"):  # None where it was closed before Python started
@@ -87,11 +88,11 @@ def main(argv: list[str] | None = None) -> int:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
     is_for_people = sys.stdout.isatty() and "--json" not in words
     if not words:
-        _parser().print_help()
+        _make_parser().print_help()
         return 0
     try:
         check_argv(words)
-        options = _parser().parse_args(words)
+        options = _make_parser().parse_args(words)
         report, code = COMMANDS[options.command].run(options)
     except (ValueError, OSError, KeyboardInterrupt) as error:
         stopped = isinstance(error, KeyboardInterrupt)
@@ -105,9 +106,10 @@ def main(argv: list[str] | None = None) -> int:
         code = get_exit_code(error)
         if is_for_people:
             return code
-    is_text = isinstance(report, str)
-    text = report if is_text else as_text(report) if is_for_people else _json(report)
-    sys.stdout.buffer.write((text if isinstance(text, bytes) else text.encode()) + b"\n")
+    if is_for_people and not isinstance(report, str):
+        report = as_text(report)
+    text = report.encode() if isinstance(report, str) else orjson.dumps(report, option=_INDENT)
+    sys.stdout.buffer.write(text + b"\n")
     return code
 
 

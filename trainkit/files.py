@@ -188,6 +188,7 @@ def _replace_folder(staging: Path, path: Path) -> None:
             raise
         shutil.rmtree(staging, ignore_errors=True)
         return
+    # For a moment there is no folder at `path`: `recover_folder` restores this one.
     aside = path.with_name(f".{path.name}.replaced-{secrets.token_hex(4)}")
     path.rename(aside)
     try:
@@ -269,6 +270,7 @@ def convert_disk_errors(
                 info = os.statvfs(existing)
                 if info.f_files > 0 and info.f_favail == 0:
                     space += ", but no inode is, which every file needs: delete some files"
+        # The symbol too, which manuals and searches know.
         code = errno.errorcode.get(error.errno or 0, "no code")
         raise DiskError(
             f"{by}: cannot write {path}: {error.strerror or error} ({code}){space}",
@@ -346,6 +348,7 @@ def find_other_writers(path: Path) -> list[str]:
     found = path.stat()
     mode = f"(mode {stat.S_IMODE(found.st_mode):o})"
     problems = []
+    # The owner can always change the mode, so it does not matter here.
     if found.st_uid not in {os.geteuid(), 0}:  # root can write everywhere anyway
         problems.append(f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}")
     # Systems with a private group per user, of the user's number, usually also have umask 002.
@@ -439,6 +442,7 @@ def redirect_to_devnull(stream: Any) -> None:
         ...     redirect_to_devnull(stream)
         ...     print("read by nobody", file=stream)
     """
+    # The descriptor, not the object: Python flushes the stream once more when it exits.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
@@ -471,6 +475,7 @@ def say(text: str, stream: Any) -> None:
         >>> say("step 1", sys.stdout)
         step 1
     """
+    # A run must not fail because nobody reads its log.
     with suppress(OSError, ValueError, AttributeError):
         stream.write(f"{text}\n")
     flush(stream)

@@ -22,13 +22,13 @@ from trainkit.batch.denominators import can_read_values
 from trainkit.collectives import all_gather_objects, all_sum, get_compute_device
 from trainkit.parallel.grad_reduction import (
     Reduce,
+    all_reduce_gradients_,
     check_dense,
     check_not_averaging,
     find_reducers,
     get_local,
     list_summed_at_end,
     sum_gradients_,
-    sum_grads_,
 )
 from trainkit.parallel.parameters import (
     canonical_name,
@@ -51,6 +51,8 @@ __all__ = [
     "sync_sp_grads",
 ]
 
+
+_MAX_CAUSES = 3  # of a bad step that are listed; the others are counted
 
 Params = Iterable[nn.Parameter] | Stages | nn.Module
 """Parameters; or a module or a `Stages`, which stands for its trainable parameters."""
@@ -123,20 +125,17 @@ def sync_sp_grads(params: Params, axis: Axis) -> None:
     if axis.count > 1:
         assert axis.group is not None
         with torch.no_grad():
-            sum_grads_(_list_params("sync_sp_grads", params)[0], axis.group)
+            all_reduce_gradients_(_list_params("sync_sp_grads", params)[0], axis.group)
 
 
 # -------------------------------------------------------------------------------------------- norm
-
-
-LocalNorms = Callable[[Sequence[nn.Parameter], float, torch.dtype], list[Tensor]]
-"""From parameters, the type of the norm and its dtype to the norms of the local gradients."""
 
 
 def _local_norms(
     params: Sequence[nn.Parameter], norm_type: float, dtype: torch.dtype
 ) -> list[Tensor]:
     """Return the norms of this rank's gradients, accumulated in at least fp32."""
+    # One norm each and then the norm of the norms, as torch's get_total_norm does.
     grads = [p.grad for p in params if p.grad is not None]
     for grad in grads:
         if type(grad) is not Tensor:
@@ -210,12 +209,13 @@ def _compute_norms(
     parts: Sequence[Sequence[nn.Parameter]],
     axis: Axis,
     norm_type: float,
-    compute_local: LocalNorms = _local_norms,
+    measured: Mapping[nn.Parameter, Tensor] | None = None,
     groups: Iterable[Mapping[str, Any]] = (),
 ) -> Tensor:
     """Return the norm of each part of the parameters, `[parts]`, with one all-reduce for all parts.
 
-    `groups` are those of an optimizer, for names in messages.
+    `measured` are the norms of local gradients that were freed since, and `groups` those of an
+    optimizer, for names in messages.
     """
     if not norm_type > 0:
         raise ValueError(
@@ -229,20 +229,24 @@ def _compute_norms(
         check_dense(params, groups)
         for p in params:
             if p.requires_grad and is_tied_copy(p):
-                copies.append(p)
+                copies.append(p)  # its gradient is that of the embedding, on the first stage
             elif p.requires_grad:
                 sharding = None if type(p) is nn.Parameter else _find_mesh_dims(p)
                 if sharding not in by_sharding:
                     by_sharding[sharding] = [[] for _ in parts]
                 by_sharding[sharding][index].append(p)
     totals = [
-        _compute_sharded_norms(sharding, members, norm_type, compute_local)
+        _compute_sharded_norms(sharding, members, norm_type, measured)
         for sharding, members in by_sharding.items()
     ]
     if not totals:
         # A stage that trains only its tied copy must clip it as the first stage clips the owner.
         totals = [_zeros(len(parts), copies[:1])]
-    norms = totals[0] if len(totals) == 1 else _combine_norms(totals, norm_type)
+    norms = totals[0]
+    if len(totals) > 1:
+        dtype = max((total.dtype for total in totals), key=lambda dtype: dtype.itemsize)
+        stacked = torch.stack([total.to(dtype) for total in totals])
+        norms = torch.linalg.vector_norm(stacked, norm_type, dim=0)
     if axis.count == 1:
         return norms
     # In fp64, as stages may differ in dtype, and a stage may have no trainable parameter.
@@ -254,14 +258,17 @@ def _compute_sharded_norms(
     sharding: Any,
     parts: Sequence[Sequence[nn.Parameter]],
     norm_type: float,
-    compute_local: LocalNorms,
+    measured: Mapping[nn.Parameter, Tensor] | None,
 ) -> Tensor:
     """Return the norm of each part; all parameters have the sharding (mesh, dimensions) or None."""
     params = [p for part in parts for p in part]
     dtype = _get_norm_dtype(params)
     norms: list[Tensor] = []
     for part in parts:
-        local = compute_local(part, norm_type, dtype)
+        if measured is None:
+            local = _local_norms(part, norm_type, dtype)
+        else:
+            local = [measured[p].to(dtype) for p in part if p in measured]
         if local:
             norms.append(torch.linalg.vector_norm(torch.stack(local), norm_type, keepdim=True))
         else:
@@ -295,12 +302,6 @@ def _zeros(count: int, params: Sequence[nn.Parameter]) -> Tensor:
 
 def _get_norm_dtype(params: Iterable[nn.Parameter]) -> torch.dtype:
     return torch.float64 if torch.float64 in [p.dtype for p in params] else torch.float32
-
-
-def _combine_norms(norms: Sequence[Tensor], norm_type: float) -> Tensor:
-    dtype = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
-    stacked = torch.stack([norm.to(dtype) for norm in norms])
-    return torch.linalg.vector_norm(stacked, norm_type, dim=0)
 
 
 # -------------------------------------------------------------------------------------------- step
@@ -380,11 +381,17 @@ def _clip_grads_(
             continue
         part_norm = norm if len(parts) == 1 else norms[index]
         if is_on_host:
-            factor = _clip_factor_on_host(part_norm, limit)
+            # As `_clip_factor` to the bit, without torch's kernels, which take longer than this; in
+            # the order of torch's `limit / x`, which multiplies by the reciprocal.
+            number = np.float64 if part_norm.dtype == torch.float64 else np.float32
+            host_factor = number(1) / (number(part_norm.item()) + number(1e-6)) * number(limit)
+            if host_factor >= 1:
+                continue
+            factor = torch.full((), float(host_factor), dtype=part_norm.dtype)
         else:
             factor = _clip_factor(part_norm, limit, refused, scale)
         grads = [get_local(p.grad) for p in members if p.grad is not None]
-        if grads and factor is not None:
+        if grads:
             torch._foreach_mul_(grads, factor)
     return norm, refused
 
@@ -397,14 +404,6 @@ def _clip_factor(
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     factor = factor if scale is None else factor / scale
     return torch.where(refused, 1.0, factor)
-
-
-def _clip_factor_on_host(norm: Tensor, limit: float | None) -> Tensor | None:
-    """Compute `_clip_factor` without torch's kernels, bitwise equal; None for a factor of 1."""
-    number = np.float64 if norm.dtype == torch.float64 else np.float32
-    # In the order of torch's `limit / x`, which multiplies by the reciprocal.
-    factor = number(1) / (number(norm.item()) + number(1e-6)) * number(limit)
-    return None if factor >= 1 else torch.full((), float(factor), dtype=norm.dtype)
 
 
 def _split_by_max_norm(
@@ -486,33 +485,11 @@ def clip_and_step(
         >>> p.data, p.grad
         (tensor([-3., -4.]), None)
     """
-    if not (math.isfinite(lr) and lr >= 0):
-        raise ValueError(f"clip_and_step: lr must be finite and at least 0, got {lr}")
+    _check_lr("clip_and_step", lr)
     world = params.world if isinstance(params, Stages) else world
     params, axis = _list_params("clip_and_step", params, axis)
-    _check_has_params(params, optimizer)
-    with torch.no_grad():
-        groups = optimizer.param_groups
-        norm, overflowed = _clip_grads_(
-            params, max_norm=max_norm, axis=axis, norm_type=norm_type, groups=groups, scale=scale
-        )
-        refused = overflowed
-        if should_apply is not None:
-            refused = refused | should_apply(norm).logical_not().to(norm.device)
-        if world.count > 1:
-            flags = torch.stack([refused, overflowed]).to(torch.float32)
-            refused, overflowed = (all_sum(flags, world) > 0).unbind()
-        _set_lr(optimizer, lr)
-        _step_unless(refused, optimizer)
-        for p in params:
-            p.grad = None
-        return Update(norm, refused.logical_not(), scale, overflowed)
-
-
-def _check_has_params(params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if stepped.issuperset(map(id, params)):
-        return
+    groups = optimizer.param_groups
+    stepped = {id(p) for group in groups for p in group["params"]}
     missing = [p for p in params if id(p) not in stepped and p.grad is not None and p.requires_grad]
     if missing:
         shapes = ", ".join(str(tuple(p.shape)) for p in missing[:3])
@@ -521,6 +498,24 @@ def _check_has_params(params: Sequence[nn.Parameter], optimizer: torch.optim.Opt
             f"no group of the optimizer (shapes {shapes}{', ...' if len(missing) > 3 else ''}); "
             "give the optimizer all of params, or freeze these by requires_grad_(False)"
         )
+    with torch.no_grad():
+        norm, overflowed = _clip_grads_(
+            params, max_norm=max_norm, axis=axis, norm_type=norm_type, groups=groups, scale=scale
+        )
+        # 0-d tensors from here on: the host waits for none of them, unless the optimizer cannot
+        # skip a step on the device.
+        refused = overflowed
+        if should_apply is not None:
+            refused = refused | should_apply(norm).logical_not().to(norm.device)
+        if world.count > 1:
+            flags = torch.stack([refused, overflowed]).to(torch.float32)
+            refused, overflowed = (all_sum(flags, world) > 0).unbind()
+        _set_lr(optimizer, lr)
+        _step_unless(refused, optimizer)
+        # None, not zeros: the next backward pass then writes a gradient rather than adds to one.
+        for p in params:
+            p.grad = None
+        return Update(norm, refused.logical_not(), scale, overflowed)
 
 
 def _is_nonfinite(x: Tensor) -> Tensor:
@@ -528,6 +523,11 @@ def _is_nonfinite(x: Tensor) -> Tensor:
         return torch.full((), not math.isfinite(x.item()))  # torch.tensor takes twice as long
     # x - x is NaN where x is not finite; isfinite costs 4 us more on a CPU.
     return (x - x).ne(0.0)
+
+
+def _check_lr(function: str, lr: float | None) -> None:
+    if lr is not None and not (math.isfinite(lr) and lr >= 0):
+        raise ValueError(f"{function}: lr must be finite and at least 0, got {lr}")
 
 
 def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -562,7 +562,7 @@ def _use_cast_gradients(params: Sequence[Any]) -> Iterator[None]:
     """Cast gradients to the dtypes of their parameters for the length of a block."""
     originals = [(p, p.grad, p.grad_dtype) for p in params]
     for p, grad, _ in originals:
-        p.grad_dtype = None  # any
+        p.grad_dtype = None  # any: torch refuses a gradient of another dtype than this one
         p.grad = grad.to(p.dtype)
     try:
         yield
@@ -662,7 +662,28 @@ def make_step_in_backward(
         (Update(norm=tensor(5.), applied=tensor(True)), tensor([[-3., -4.]]), None)
     """
     params = get_parameters(stages)
-    _check_in_backward(params, optimizer, axis, sp)
+    for mesh_axis in (axis, sp):
+        if mesh_axis.count > 1:
+            raise ConfigError(
+                f"make_step_in_backward: a gradient is not complete when it arrives in a layout "
+                f"with {mesh_axis.name} = {mesh_axis.count}; call clip_and_step after the backward "
+                "pass",
+                where=mesh_axis.name,
+                got=mesh_axis.count,
+                want=1,
+            )
+    stepped = {p for group in optimizer.param_groups for p in group["params"]}
+    missing = [tuple(p.shape) for p in params if p not in stepped]
+    if missing:
+        raise ValueError(
+            f"make_step_in_backward: the optimizer lacks {len(missing)} parameters, of shapes "
+            f"{missing[:3]}; it must have every trainable parameter"
+        )
+    if any(group.get("max_norm") is not None for group in optimizer.param_groups):
+        raise ValueError(
+            "make_step_in_backward: the optimizer clips by group; it must have no group with a "
+            "max_norm"
+        )
     log(
         "parameters are stepped within the backward pass: a bad step cannot be skipped, only undone"
     )
@@ -682,12 +703,8 @@ def _step_in_backward(
     microbatches: int = 1,
     scale: Tensor | float | None = None,
 ) -> Iterator[Callable[[], Update]]:
-    _check_options(lr, max_norm, norm)
-    dtype = getattr(norm, "dtype", torch.float64)
-    device = _zeros(0, params).device
-    clip_norm = torch.as_tensor(0.0 if norm is None else norm, dtype=dtype, device=device)
-    refused = _is_nonfinite(clip_norm)
-    factor = _clip_factor_in_backward(clip_norm, max_norm, scale)
+    _check_lr("step_in_backward", lr)
+    factor, refused = _clip_by_given_norm(norm, max_norm, scale, device=_zeros(0, params).device)
     remaining = _count_gradients(stages, params, microbatches, reduce=reduce)
     norms: dict[nn.Parameter, Tensor] = {}
     if lr is not None:
@@ -717,29 +734,34 @@ def _step_in_backward(
     update: list[Update] = []
     with use_single_parameter(optimizer) as select, _use_hooks(remaining, receive_gradient):
         yield lambda: update[0]
+        # What is left: gradients that are summed over ranks at the end of the backward passes, and
+        # parameters that fewer microbatches used than were announced.
         for p in params:
             if p.grad is not None:
                 step(p)
-    total = _compute_norms([params], SOLO, 2.0, partial(_get_local_norms, norms))[0]
+    total = _compute_norms([params], SOLO, 2.0, norms)[0]
     total = total if scale is None else total / scale
     applied = torch.full_like(refused, lr is not None) & ~refused
     update.append(Update(total, applied, scale, _is_nonfinite(total)))
 
 
-def _get_local_norms(
-    norms: Mapping[nn.Parameter, Tensor],
-    params: Sequence[nn.Parameter],
-    _: float,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    return [norms[p].to(dtype) for p in params if p in norms]
-
-
-def _clip_factor_in_backward(
-    norm: Tensor, max_norm: float | None, scale: Tensor | float | None
-) -> Any:
+def _clip_by_given_norm(
+    norm: Tensor | float | None,
+    max_norm: float | None,
+    scale: Tensor | float | None,
+    *,
+    device: torch.device,
+) -> tuple[Any, Tensor]:
+    """Return the factor of the gradients, and whether the norm that was given is not finite."""
+    if max_norm is not None and (norm is None or not max_norm > 0):
+        raise ValueError(
+            f"step_in_backward: max_norm must be positive and needs the norm to clip by, got "
+            f"{max_norm} and norm={norm}; pass that of the last step, or measure it with lr=None"
+        )
+    dtype = getattr(norm, "dtype", torch.float64)
+    norm = torch.as_tensor(0.0 if norm is None else norm, dtype=dtype, device=device)
     factor: Any = 1.0 if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    return factor if scale is None else factor / scale
+    return factor if scale is None else factor / scale, _is_nonfinite(norm)
 
 
 def _count_gradients(
@@ -769,43 +791,6 @@ def _use_hooks(
             handle.remove()
 
 
-def _check_options(lr: float | None, max_norm: float | None, norm: object) -> None:
-    if lr is not None and not (math.isfinite(lr) and lr >= 0):
-        raise ValueError(f"step_in_backward: lr must be finite and at least 0, got {lr}")
-    if max_norm is not None and (norm is None or not max_norm > 0):
-        raise ValueError(
-            f"step_in_backward: max_norm must be positive and needs the norm to clip by, got "
-            f"{max_norm} and norm={norm}; pass that of the last step, or measure it with lr=None"
-        )
-
-
-def _check_in_backward(
-    params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, axis: Axis, sp: Axis
-) -> None:
-    for mesh_axis in (axis, sp):
-        if mesh_axis.count > 1:
-            raise ConfigError(
-                f"make_step_in_backward: a gradient is not complete when it arrives in a layout "
-                f"with {mesh_axis.name} = {mesh_axis.count}; call clip_and_step after the backward "
-                "pass",
-                where=mesh_axis.name,
-                got=mesh_axis.count,
-                want=1,
-            )
-    stepped = {p for group in optimizer.param_groups for p in group["params"]}
-    missing = [tuple(p.shape) for p in params if p not in stepped]
-    if missing:
-        raise ValueError(
-            f"make_step_in_backward: the optimizer lacks {len(missing)} parameters, of shapes "
-            f"{missing[:3]}; it must have every trainable parameter"
-        )
-    if any(group.get("max_norm") is not None for group in optimizer.param_groups):
-        raise ValueError(
-            "make_step_in_backward: the optimizer clips by group; it must have no group with a "
-            "max_norm"
-        )
-
-
 # -------------------------------------------------------------------------------------- non-finite
 
 
@@ -813,8 +798,6 @@ def find_nonfinite(
     replay: Callable[[], Mapping[str, Tensor]],
     stages: Iterable[nn.Module] | nn.Module,
     axis: Axis,
-    *,
-    most: int = 3,
 ) -> list[str]:
     """Find the terms and gradients that are not finite in a bad step, and the ranks that have them.
 
@@ -828,10 +811,9 @@ def find_nonfinite(
             `partial(forward_backward, batch.microbatches, denominator=tokens)` does.
         stages: This rank's stages.
         axis: All ranks, `ps.world`.
-        most: The number of causes that are listed; the rest are counted.
 
     Returns:
-        Descriptions of the causes, equal on all ranks.
+        Descriptions of the first three causes and the number of further ones, equal on all ranks.
 
     Effects:
         Waits for the device; communicates as `replay` does, and on `axis`; leaves no gradient.
@@ -860,8 +842,8 @@ def find_nonfinite(
         # Hooks may not see the gradients of compiled code.
         if {*chain(*summed)} <= {*chain(*checked)}:
             causes.append("computed again, each rank's own numbers are finite")
-    more = len(causes) - most
-    return causes if more <= 0 else [*causes[:most], f"and {more} more"]
+    more = len(causes) - _MAX_CAUSES
+    return causes if more <= 0 else [*causes[:_MAX_CAUSES], f"and {more} more"]
 
 
 def _replay_step(

@@ -234,6 +234,7 @@ def update_loss_scale(
         >>> update_loss_scale({"scale_held": 9.0}, metrics)
         {'scale_held': tensor(0.), 'loss_scale': tensor(4.)}
     """
+    # Products with 0 and 1 in place of branches, which would wait for the device.
     is_good = metrics["overflowed"].logical_not()
     num_before: Any = memory.get("scale_held", 0.0)
     num_steps = (num_before + 1.0) * is_good
@@ -327,9 +328,10 @@ def judge_step(
     memory = state.health
     loss = float(record["loss"])
     norm = float(record["grad_norm"])
-    limits = memory if seen is None or not _skips_spikes(policy) else seen
+    limits = memory if seen is None or policy.on_spike != "skip" else seen
     status = classify_step(loss, norm, limits, policy, tokens=record.get("tokens", 1))
-    is_skipped_spike = status.kind == "spike" and _skips_spikes(policy)
+    is_skipped_spike = status.kind == "spike" and policy.on_spike == "skip"
+    # Loops that apply every step may leave `skipped` out of the record.
     skipped = bool(record.get("skipped", status.kind in ("bad", "empty") or is_skipped_spike))
     status = _reconcile(status, policy, skipped=skipped)
     if skipped and record.get("overflowed") and record["loss_scale"] > 1:
@@ -338,7 +340,7 @@ def judge_step(
         names = list(damage())
         if names:
             status = StepStatus("damaged", f"{status.reason}; not finite: {', '.join(names)}")
-    if not skipped:
+    if not skipped:  # a spike that was applied after all is reported, and does not count as bad
         policy = attrs.evolve(policy, on_spike="apply")
     action = choose_action(status, memory, policy)
     health = _update_health(state.step, (loss, norm), status, memory, policy)
@@ -359,6 +361,8 @@ def restore_health(saved: HealthState, live: HealthState) -> dict[str, Any]:
         >>> restore_health({"losses": [2.0], "norms": [1.0]}, live)["rollbacks"]
         1.0
     """
+    # The window is that of the checkpoint, so that no loss of a repeated step counts twice; counts
+    # go on, so that roll-backs come to an end.
     counts = {name: live[name] for name in ("skipped", "empty", "spikes") if name in live}
     rolled_back = [*_get_list(live, "rolled_back"), _get_number(live, "first_bad")]
     return {
@@ -464,13 +468,12 @@ def check_divergence(
     }
 
 
-def stop_if_diverged(state: TrainState, loss: float, **options: Any) -> TrainState:
+def stop_if_diverged(state: TrainState, loss: float) -> TrainState:
     """Update the state with an evaluation's loss; raise NumericsError if the run diverges.
 
     Args:
         state: The state.
         loss: The loss over held-out data, equal on all ranks.
-        **options: The options of `check_divergence`.
 
     Raises:
         NumericsError: The loss is not finite, or has been high for too long.
@@ -479,7 +482,7 @@ def stop_if_diverged(state: TrainState, loss: float, **options: Any) -> TrainSta
         >>> stop_if_diverged(TrainState(step=5), 3.0).health["evaluation_best"]
         3.0
     """
-    reason, memory = check_divergence(loss, state.health, **options)
+    reason, memory = check_divergence(loss, state.health)
     if reason:
         raise NumericsError(
             f"training has diverged by step {state.step}: {reason}",
@@ -556,13 +559,9 @@ def _round_to_fp32(x: float) -> float:
         return math.inf
 
 
-def _skips_spikes(policy: Policy) -> bool:
-    return policy.on_spike == "skip"
-
-
 def _counts_as_bad(status: StepStatus, policy: Policy) -> bool:
     """Return whether a step counts towards a roll-back."""
-    is_skipped_spike = status.kind == "spike" and _skips_spikes(policy)
+    is_skipped_spike = status.kind == "spike" and policy.on_spike == "skip"
     return status.kind in ("bad", "damaged") or is_skipped_spike
 
 
@@ -570,7 +569,7 @@ def _reconcile(status: StepStatus, policy: Policy, *, skipped: bool) -> StepStat
     """Correct the class of a step by whether it was applied on the device."""
     if status.kind == "bad" and not skipped:
         return StepStatus("damaged", f"{status.reason}; the step was applied anyway")
-    is_applied_spike = status.kind == "spike" and not _skips_spikes(policy)
+    is_applied_spike = status.kind == "spike" and policy.on_spike != "skip"
     if skipped and (status.kind == "ok" or is_applied_spike):
         return StepStatus("bad", "the step was skipped, though its loss and norm are good here")
     if status.kind == "empty" and not skipped:

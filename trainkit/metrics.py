@@ -13,6 +13,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,9 @@ from torch import Tensor
 from trainkit.batch import batch_hash, count_tokens
 from trainkit.collectives import all_sum, get_compute_device
 from trainkit.health import update_loss_scale
+from trainkit.models.config import DecoderConfig
 from trainkit.noise.hashing import MASK64, make_key
+from trainkit.parallel.split import decoder_costs
 from trainkit.types import Axis, DelayedMetrics, IntArray, StepBatch, TrainState
 
 
@@ -186,6 +189,7 @@ def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, Any]:
     """
     tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
     numbers: dict[str, Any] = {}
+    # One flat buffer of 64 bits for each device: a transfer of each tensor would wait each time.
     for device in {value.device for value in tensors.values()}:
         on_device = {name: value for name, value in tensors.items() if value.device == device}
         flat = [_to_bits(value.detach()).flatten() for value in on_device.values()]
@@ -293,23 +297,20 @@ def make_step_records(
     named = {f"{i} {name}": x for i, step in enumerate(steps) for name, x in step.items()}
     numbers = to_host(named)
     seconds = (time.perf_counter() - begin) / max(len(steps), 1)
-    records = [
-        _make_record({name: numbers[f"{i} {name}"] for name in step}, seconds)
-        for i, step in enumerate(steps)
-    ]
+    records: list[dict[str, Any]] = []
+    for i, step in enumerate(steps):
+        record: dict[str, Any] = {}
+        for name in step:
+            value = numbers[f"{i} {name}"]
+            # 64 bits may be negative as int64, and lose digits as the float64 of a JSON reader.
+            record[name] = f"{int(value) & MASK64:016x}" if name == "batch_hash" else value
+            if name in ("loss", "grad_norm", "lr"):
+                record[f"{name}_hex"] = float(value).hex()
+        record["seconds"] = seconds
+        processed = record.get("tokens_processed", record["tokens"])
+        record["tokens_per_second"] = tokens_per_second(processed, seconds)
+        records.append(record)
     return [*map(DelayedMetrics, records[:-1]), *records[-1:]]
-
-
-def _make_record(numbers: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    record: dict[str, Any] = {}
-    for name, value in numbers.items():
-        record[name] = f"{int(value) & MASK64:016x}" if name == "batch_hash" else value
-        if name in ("loss", "grad_norm", "lr"):
-            record[f"{name}_hex"] = float(value).hex()
-    record["seconds"] = seconds
-    processed = record.get("tokens_processed", record["tokens"])
-    record["tokens_per_second"] = tokens_per_second(processed, seconds)
-    return record
 
 
 def read_memory_stats(device: torch.device) -> dict[str, int]:
@@ -467,6 +468,35 @@ def model_flops(
     pairs = tokens * keys if attention == "full" else keys * (2 * tokens - keys + 1) / 2
     linear = 6.0 * linear_parameters * float(tokens.sum())
     return linear + 12.0 * layers * heads * head_dim * float(pairs.sum())
+
+
+def decoder_flops(config: DecoderConfig, lengths: Sequence[int] | IntArray) -> float:
+    """Return the floating-point operations of forward and backward of a decoder over documents.
+
+    As `model_flops` with the "causal" convention: of experts only those of a token count, and
+    layers with a sliding window have fewer pairs. All parameters are trained.
+
+    Args:
+        config: The architecture.
+        lengths: Tokens of each document.
+
+    Examples:
+        >>> from trainkit.models import make_decoder_config
+        >>> decoder_flops(make_decoder_config("tiny"), [256]) / 256
+        6116352.0
+    """
+    blocks, _, head = decoder_costs(config)
+    attention = partial(
+        model_flops,
+        heads=config.heads,
+        head_dim=(config.head_size + config.value_size) / 2,
+        lengths=lengths,
+    )
+    sliding = len(config.sliding_layers)
+    window = None if config.sliding is None else config.sliding.window
+    return attention(
+        linear_parameters=int(sum(blocks) + head), layers=config.layers - sliding
+    ) + attention(linear_parameters=0, layers=sliding, window=window)
 
 
 def model_flops_utilization(

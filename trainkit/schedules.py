@@ -117,8 +117,8 @@ def rex(
 ) -> Schedule:
     """Return a schedule that falls slowly first and fast at the end: reflected exponential decay.
 
-    With p the share of the decay that is over, (1 - p) / (1/2 + (1 - p)/2) of the way down is left,
-    as in Chen et al. 2021 (REX: Revisiting Budgeted Training with an Improved Schedule). Some
+    With p the fraction of the decay that is over, (1 - p) / (1/2 + (1 - p)/2) of the way down is
+    left, as in Chen et al. 2021 (REX: Revisiting Budgeted Training with an Improved Schedule). Some
     libraries call a power of 1 - p "rex": here that is `power`.
 
     Args:
@@ -149,16 +149,16 @@ def power(
 ) -> Schedule:
     """Return a schedule that falls as a power of what is left: lr * max(final, (1 - p)^exponent).
 
-    p is the share of the decay that is over. Where the others end at `final`, this one is cut off
-    there, and stays. KempnerForge calls it "rex".
+    p is the fraction of the decay that is over. The other schedules end at `final`; this one is cut
+    off there, and stays. KempnerForge calls it "rex".
 
     Args:
         lr: The peak rate.
         warmup: Steps of warm-up.
         warmup_from: The start of warm-up as a fraction of lr; None starts at 1 / warmup.
         total: The step at which the decay ends.
-        exponent: 1 is a straight line; above 1 it falls fast first, below 1 slowly.
-        final: the least rate, as a fraction of lr.
+        exponent: 1 is a straight line; above 1 the rate falls fast first, below 1 slowly.
+        final: The minimum of the rate as a fraction of lr.
 
     Raises:
         ValueError: An argument is out of range.
@@ -222,9 +222,8 @@ def warmup_stable_decay(
         warmup: Steps of warm-up.
         warmup_from: The start of warm-up as a fraction of lr; None starts at 1 / warmup.
         total: The step at which the decay ends.
-        decay: how long the decay takes: a float is a fraction of `total`, an int is a number of
-            steps.
-        shape: how it falls: "linear", "cosine" (half a cosine), "sqrt" or "sqrt_late".
+        decay: The length of the decay: a float is a fraction of `total`, an int a number of steps.
+        shape: The shape of the decay: "linear", "cosine" (half a cosine), "sqrt" or "sqrt_late".
         final: The final rate as a fraction of lr.
 
     Raises:
@@ -242,7 +241,21 @@ def warmup_stable_decay(
     shapes["sqrt_late"] = lambda over: math.sqrt(1 - over)
     if shape not in shapes:
         raise ValueError(f"{name}: shape must be one of {', '.join(shapes)}, got {shape!r}")
-    return _make_decay(name, shapes[shape], lr, warmup, total, final, warmup_from, decay)
+    _check_arguments(name, lr, warmup, total, final, warmup_from)
+    if not 0 <= decay <= (total if isinstance(decay, int) else 1.0):
+        raise ValueError(
+            f"{name}: decay must be a fraction of total between 0.0 and 1.0, or a number of steps "
+            f"between 0 and {total}, got {decay!r}"
+        )
+    steps = decay if isinstance(decay, int) else round(decay * total)
+    if warmup + steps > total:
+        raise ConfigError(
+            f"{name}: warm-up and decay must fit into total = {total} steps, got {warmup} and "
+            f"{steps}",
+            hint="shorten the warm-up (--warmup), or lengthen the schedule (--schedule-steps)",
+        )
+    first = total - steps
+    return _make_decay(name, shapes[shape], lr, warmup, total, final, warmup_from, first=first)
 
 
 def piecewise(lr: float, points: Sequence[Point]) -> Schedule:
@@ -251,22 +264,22 @@ def piecewise(lr: float, points: Sequence[Point]) -> Schedule:
     Before the first point its value holds, and after the last one the last value. There is no
     warm-up but what the points say. Curves are "linear", "cosine", "exponential" and "reciprocal"
     (straight lines of the logarithms and of 1 / value, where 0 counts as 1e-8), or any function
-    (start, end, share of the way) -> value.
+    (start, end, fraction of the way) -> value.
 
     Args:
-        lr: the rate that the points are fractions of.
+        lr: The rate that the points are fractions of.
         points: (step, fraction) or (step, fraction, curve), by increasing step.
 
     Raises:
-        ValueError: if there is no point, steps do not increase, or a fraction is negative or not
+        ValueError: There is no point, steps do not increase, or a fraction is negative or not
             finite.
 
     Examples:
         >>> lr_at = piecewise(0.1, [(0, 0.0), (2, 1.0), (5, 0.1), (10, 0.01)])
         >>> [round(lr_at(step), 4) for step in range(12)]
         [0.0, 0.05, 0.1, 0.07, 0.04, 0.01, 0.0082, 0.0064, 0.0046, 0.0028, 0.001, 0.001]
-        >>> def square(start, end, share):
-        ...     return start + (end - start) * share**2
+        >>> def square(start, end, fraction):
+        ...     return start + (end - start) * fraction**2
         >>> [piecewise(1.0, [(0, 0.0), (4, 1.0, square)])(step) for step in range(5)]
         [0.0, 0.0625, 0.25, 0.5625, 1.0]
     """
@@ -277,8 +290,8 @@ def piecewise(lr: float, points: Sequence[Point]) -> Schedule:
         after = next((i for i, at in enumerate(steps) if at >= step), len(steps) - 1)
         if after == 0 or step >= steps[after]:
             return lr * fractions[after]
-        share = (step - steps[after - 1]) / (steps[after] - steps[after - 1])
-        return lr * curves[after](fractions[after - 1], fractions[after], share)
+        over = (step - steps[after - 1]) / (steps[after] - steps[after - 1])
+        return lr * curves[after](fractions[after - 1], fractions[after], over)
 
     return lr_at
 
@@ -307,12 +320,12 @@ def infinite(
     Args:
         lr: The peak rate.
         warmup: Steps of warm-up.
-        cooldown: steps from the peak to the stable rate; 0 where `stable` is 1.
-        stable: the rate that stays, as a fraction of lr.
-        anneal_from: the step at which annealing begins; None for not yet.
-        anneal: steps of annealing.
-        final: where annealing ends, as a fraction of lr.
-        curve: how it gets there, as for `piecewise`.
+        cooldown: Steps from the peak to the stable rate; 0 if `stable` is 1.
+        stable: The stable rate as a fraction of lr.
+        anneal_from: The step at which annealing starts; None for not yet.
+        anneal: Steps of annealing.
+        final: The rate after annealing as a fraction of lr.
+        curve: The curve of annealing, as for `piecewise`.
         warmup_from: The start of warm-up as a fraction of lr; None starts at 1 / warmup.
 
     Raises:
@@ -342,6 +355,7 @@ def infinite(
             f"{name}: annealing must begin at step {plateau} or later and take at least 1 step, "
             f"got anneal_from={anneal_from} and anneal={anneal}"
         )
+    # By step, so that a cool-down or a plateau of no length leaves one point, the later one.
     points: dict[int, Point] = {warmup: (warmup, 1.0), plateau: (plateau, stable, "cosine")}
     if anneal_from is not None:
         points.setdefault(anneal_from, (anneal_from, stable))
@@ -391,22 +405,22 @@ def _reflected(over: float) -> float:
     return (1 - over) / (0.5 + (1 - over) / 2)
 
 
-def _interpolate_linear(start: float, end: float, share: float) -> float:
-    return start + (end - start) * share
+def _interpolate_linear(start: float, end: float, fraction: float) -> float:
+    return start + (end - start) * fraction
 
 
-def _interpolate_cosine(start: float, end: float, share: float) -> float:
-    return end + (start - end) * _half_cosine(share)
+def _interpolate_cosine(start: float, end: float, fraction: float) -> float:
+    return end + (start - end) * _half_cosine(fraction)
 
 
-def _interpolate_exponential(start: float, end: float, share: float) -> float:
+def _interpolate_exponential(start: float, end: float, fraction: float) -> float:
     start, end = max(start, _LOG_FLOOR), max(end, _LOG_FLOOR)
-    return start * (end / start) ** share
+    return start * (end / start) ** fraction
 
 
-def _interpolate_reciprocal(start: float, end: float, share: float) -> float:
+def _interpolate_reciprocal(start: float, end: float, fraction: float) -> float:
     start, end = max(start, _LOG_FLOOR), max(end, _LOG_FLOOR)
-    return 1 / ((1 - share) / start + share / end)
+    return 1 / ((1 - fraction) / start + fraction / end)
 
 
 # ------------------------------------------------------------------------------------------- phases
@@ -427,11 +441,12 @@ def _make_decay(  # noqa: PLR0917 (each schedule hands all of its own on)
     total: int,
     final: float,
     warmup_from: float | None,
-    decay: float | None = None,
+    *,
+    first: int | None = None,
 ) -> Schedule:
-    """Make a schedule of warm-up, a plateau (with a short `decay`), and a decay."""
+    """Make a schedule of warm-up, a plateau up to step `first`, and a decay; no plateau if None."""
     _check_arguments(name, lr, warmup, total, final, warmup_from)
-    first = warmup if decay is None else _decay_start(decay, warmup, total)
+    first = warmup if first is None else first
 
     def lr_at(step: int) -> float:
         if step < first:
@@ -441,24 +456,6 @@ def _make_decay(  # noqa: PLR0917 (each schedule hands all of its own on)
         return lr * (final + (1 - final) * shape((step - first) / (total - first)))
 
     return lr_at
-
-
-def _decay_start(decay: float, warmup: int, total: int) -> int:
-    """Return the step at which a decay of that length begins: int steps, or a float fraction."""
-    name = "warmup_stable_decay"
-    if not 0 <= decay <= (total if isinstance(decay, int) else 1.0):
-        raise ValueError(
-            f"{name}: decay must be a fraction of total between 0.0 and 1.0, or a number of steps "
-            f"between 0 and {total}, got {decay!r}"
-        )
-    steps = decay if isinstance(decay, int) else round(decay * total)
-    if warmup + steps > total:
-        raise ConfigError(
-            f"{name}: warm-up and decay must fit into total = {total} steps, got {warmup} and "
-            f"{steps}",
-            hint="shorten the warm-up (--warmup), or lengthen the schedule (--schedule-steps)",
-        )
-    return total - steps
 
 
 def _check_arguments(  # noqa: PLR0917 (each schedule hands all of its own on)

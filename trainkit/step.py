@@ -115,9 +115,11 @@ def forward_backward(
     reducers = find_reducers(model)
     divisors = make_divisors(denominator)
     sums: dict[str, Tensor] = {}
-    if not reducers:
+    if not reducers:  # a plain module: gradients accumulate on this rank
         for batch in microbatches:
             total, terms = check_terms(loss(call(model, batch), batch), by="forward_backward")
+            # Only the gradients are divided: they have the size of a mean, while the sums that are
+            # returned can still be added over ranks.
             divide_terms(total, divisors).backward()
             _add(sums, terms)
         return sums

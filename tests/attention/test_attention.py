@@ -211,7 +211,7 @@ def test_cost_is_a_sum_over_documents():
         ([(1, 4, 4, 8), (1, 4, 4, 8), (1, 4, 4, 0)], [4], "attention: q must be .* no size 0"),
         ([(1, 4, 4, 8), (1, 5, 4, 8), (1, 5, 4, 8)], [4], "attention: q must be"),
         ([(4, 4, 8), (4, 4, 8), (4, 4, 8)], [4], "attention: q must be"),
-        ([(2, 4, 4, 8), (2, 4, 4, 8), (2, 4, 4, 8)], [4, 3], "7 tokens, q holds 2 x 4"),
+        ([(2, 4, 4, 8), (2, 4, 4, 8), (2, 4, 4, 8)], [4, 3], "7 tokens, .* 2 x 4"),
         ([(1, 4, 4, 8), (1, 4, 4, 8), (1, 4, 4, 8)], [-2, 6], "a span has -2 tokens"),
         ([(1, 0, 4, 8), (1, 0, 4, 8), (1, 0, 4, 8)], [0], "attention: q must be .* no size 0"),
         ([(1, 4, 4, 8), (1, 4, 0, 8), (1, 4, 0, 8)], [4], "attention: q must be .* no size 0"),
@@ -251,7 +251,7 @@ def test_mixed_and_whole_number_dtypes_are_refused():
     x = torch.ones(1, 4, 4, 8)
     for attend in KERNELS:
         for qkv in ((x, x.double(), x), (x, x, x.half()), (x.int(), x.int(), x.int())):
-            with pytest.raises(ValueError, match="one dtype, a floating-point one, got"):
+            with pytest.raises(ValueError, match="one floating-point dtype"):
                 attend(*qkv, spans=spans_of([4]))
 
 

@@ -147,7 +147,7 @@ def test_queries_by_chunks_are_the_same_attention(monkeypatch, causal, at_once):
     d_out, *qkv = (made(58, heads, 8) + n for n, heads in enumerate((4, 4, 2, 2)))
     want = matmul.forward(tuple(qkv), block)
     gradients = matmul.backward(d_out, tuple(qkv), want, block)
-    monkeypatch.setattr(blocks, "_SCORES", at_once)
+    monkeypatch.setattr(blocks, "_MAX_SCORES", at_once)
     assert difference(matmul.forward(tuple(qkv), block), want) < 1e-14
     assert difference(matmul.backward(d_out, tuple(qkv), want, block), gradients) < 1e-13
 
@@ -168,7 +168,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("causal", [True, False])
 def test_scores_written_out_take_memory_that_does_not_grow_with_the_square(monkeypatch, causal):
     """2^14 tokens of two heads have 2 GiB of scores; shapes alone are computed here."""
-    monkeypatch.setattr(blocks, "_SCORES", 1 << 22, raising=False)
+    monkeypatch.setattr(blocks, "_MAX_SCORES", 1 << 22, raising=False)
     spans = spans_of([1 << 14])
     block = BlockSpans(on_meta(spans), on_meta(spans), causal, scale=0.3)
     qkv = tuple(torch.empty(1 << 14, heads, 8, device="meta") for heads in (2, 1, 1))

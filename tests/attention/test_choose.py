@@ -23,6 +23,7 @@ from trainkit.attention import choose_kernel, flex, ring, sdpa, ulysses, varlen
 from trainkit.attention.flex import BLOCK, block_mask
 from trainkit.batch import spans_from_rows
 from trainkit.mesh import solo_parallel
+from trainkit.parallel.attention import describe_attention
 from trainkit.tools.testing import run_ranks
 from trainkit.types import SOLO, Axis, ConfigError, Share
 
@@ -253,7 +254,7 @@ def test_layers_of_one_kind_share_a_kernel_and_the_start_tells_of_each(monkeypat
     model = plan(models.Decoder(config), solo_parallel())
     kernels = [model.layers[str(i)].attention.attend for i in range(4)]
     assert len(set(map(id, kernels))) == 2
-    assert parallel.attention_line([model]) == (
+    assert describe_attention([model]) == (
         "attention: 2 layers by math (flash: it takes no mask), 2 layers by flash"
     )
 

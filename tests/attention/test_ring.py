@@ -220,7 +220,7 @@ def test_what_no_window_reaches_is_passed_over(window):
             ]
             before = places[0][:, None] - places[1][None]
             seen = int(((before >= 0) & (before < window)).sum())
-            made = [(x.rows, x.seen) for x in blocks._chunks(queries, keys, block)]
+            made = [(x.queries, x.keys) for x in blocks._split_queries(queries, keys, block)]
             scores = sum((a.stop - a.start) * max(b.stop - b.start, 0) for a, b in made)
             assert scores <= (32 + window) / window * seen + 32 * window
             assert bool(scores) == bool(seen)
@@ -345,14 +345,14 @@ def qkv_of(tokens, heads, kv_heads, *, rows=1):
     ("attend", "qkv", "lengths", "message"),
     [
         (ring(NOBODY), qkv_of(8, 2, 2), [4, 3, 1], "documents of 12, 4 tokens.*multiple_of=8"),
-        (ring(NOBODY), qkv_of(8, 2, 2), [4, 2], "spans hold 6 tokens, q holds 1 x 8"),
+        (ring(NOBODY), qkv_of(8, 2, 2), [4, 2], "6 tokens, .* 1 x 8"),
         (ring(NOBODY), qkv_of(8, 3, 2), [8], "K a divisor of H"),
         (ring(NOBODY), [*qkv_of(8, 2, 2)[:2], torch.ones(1, 4, 2, 8)], [8], r"v \[B, S, K, E\]"),
-        (ring(NOBODY), [*qkv_of(8, 2, 2)[:2], torch.ones(1, 8, 2, 8).half()], [8], "one dtype"),
+        (ring(NOBODY), [*qkv_of(8, 2, 2)[:2], torch.ones(1, 8, 2, 8).half()], [8], "one floating-point dtype"),
         (ulysses(sdpa, NOBODY), qkv_of(8, 6, 2), [32], "6 query heads .* 4 ranks"),
         (ulysses(sdpa, NOBODY), qkv_of(8, 12, 3), [32], "3 key heads and 4 ranks"),
         (ulysses(sdpa, NOBODY), qkv_of(8, 12, 6), [32], "6 key heads and 4 ranks"),
-        (ulysses(sdpa, NOBODY), qkv_of(8, 4, 4), [8], "hold 8 tokens, .* hold 1 x 32"),
+        (ulysses(sdpa, NOBODY), qkv_of(8, 4, 4), [8], "8 tokens, .* 1 x 32"),
         (ulysses(sdpa, NOBODY), qkv_of(8, 4, 3), [32], "K a divisor of H"),
     ],
 )

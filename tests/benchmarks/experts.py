@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainkit.models import Experts, RoutingTape, ep_combine, ep_dispatch, softmax_topk
+from trainkit.models import Experts, RoutingTape, softmax_topk
+from trainkit.models.dispatch import ep_combine, ep_dispatch
 from trainkit.models.experts import ExpertMlp
 from trainkit.models.layers import Mlp
 from trainkit.types import Spans

@@ -11,7 +11,7 @@ import sys
 
 import precision
 
-from trainkit.post.adapters import LINEARS
+from trainkit.post.adapters.fake import LINEARS
 
 precision.ROWS = {
     name: (["--linears", name], contextlib.nullcontext) for name in LINEARS if name != "plain"

@@ -19,7 +19,7 @@ from canary import make
 
 import trainkit as tk
 from trainkit.collectives import any_rank
-from trainkit.mesh import open_gloo_axis
+from trainkit.mesh.axes import open_gloo_axis
 from trainkit.run.signals import open_stop_vote, trap_signals
 from trainkit.tools.testing import run_ranks
 

@@ -281,10 +281,9 @@ def routers_counted_per_tp_rank(_ps):
 
 
 def adapters_not_summed(_ps):
-    derive = lowrank._derive_style
-    PATCH.setattr(
-        lowrank, "_derive_style", lambda style: attrs.evolve(derive(style), partial=False)
-    )
+    derive = lowrank.LowRank.derive_style
+    without_sum = lambda style: attrs.evolve(derive(style), partial=False)  # noqa: E731
+    PATCH.setattr(lowrank.LowRank, "derive_style", staticmethod(without_sum))
 
 
 def partial_summed_twice(_ps):

@@ -20,14 +20,25 @@ from trainkit.batch import make_padding_batch
 from trainkit.losses import make_score_loss, next_token
 from trainkit.mesh import solo_parallel
 from trainkit.models import DecoderConfig, Experts, init_weights, softmax_topk
+from trainkit.models.experts import balance_loss_sum, update_expert_bias
+from trainkit.models.routers import add_jitter, apply_capacity, expert_capacity
 from trainkit.noise import make_token_keys
-from trainkit.optim import ElementwiseOptimizer
+from trainkit.optim.elementwise import ElementwiseOptimizer
 from trainkit.parallel import offload_activations
 from trainkit.post.adapters import quantized
 from trainkit.post.generation import Sampling
 from trainkit.post.objectives import k3
 from trainkit.types import Hidden
 from trainkit.weights.checkpoint.retention import Retention
+
+NOT_LISTED = (
+    balance_loss_sum,
+    update_expert_bias,
+    add_jitter,
+    apply_capacity,
+    expert_capacity,
+)
+"""Functions of `models` that are not in its table of contents, but are tried too."""
 
 ROOMS = ("losses", "optim", "post.adapters", "post.objectives", "models", "schedules")
 BAD = (math.nan, math.inf, -1, 0)
@@ -40,11 +51,7 @@ SKIPPED_PARAMETERS = {
 """Parameters of these names are not tried, and why."""
 
 SKIPPED = {
-    "adapters.LowRankFactors": "a record of tensors that were read; read_peft checks their scale",
-    "adapters.QuantizationSpec": "a record of what was packed, made by the library",
     "schedules.check_range": "the check itself",
-    "adapters.to_peft": "its dropout is a trained adapter's, which Lora has checked",
-    "optim.ElementwiseOptimizer": "what optimizers share, which are tried",
     "models.KVCache": "a record of slots, made by generation",
     "models.ExpertMlp": "a module of a decoder, whose Experts are tried",
     "models.Router": "a module of a decoder, whose Experts are tried",
@@ -83,7 +90,6 @@ ALLOWED = {
     ("optim.make_optimizer", "mean"): ({0}, "the newest parameters alone"),
     ("optim.combine_optimizers", "mean"): ({0}, "the newest parameters alone"),
     ("adapters.Lora", "dropout"): ({0}, "off"),
-    ("adapters.add_low_rank", "scale"): (FINITE, "a negative one takes an adapter off"),
     ("adapters.add_quantization_noise", "weights"): ({0}, "off"),
     ("adapters.add_quantization_noise", "norms"): ({0}, "off"),
     ("models.Experts", "capacity"): ({0}, "drops nothing"),
@@ -212,12 +218,6 @@ CALLS = {
     "optim.orthogonalize": lambda: {"matrices": torch.eye(2)},
     "optim.combine_optimizers": lambda: {"parts": [torch.optim.SGD([weight()], lr=0.1)]},
     "adapters.Lora": lambda: {"modules": ".*"},
-    "adapters.add_low_rank": lambda: {
-        "base": torch.ones(2, 2),
-        "b": torch.ones(2, 1),
-        "a": torch.ones(1, 2),
-        "scale": 0.5,
-    },
     "adapters.add_quantization_noise": lambda: {"stages": [in_int8()], "seed": 0, "step": 1},
     "models.DecoderConfig": lambda: {
         "vocab_size": 16,
@@ -305,6 +305,8 @@ def public_settings():
             is_one = inspect.isroutine(function) or inspect.isclass(function)
             if is_one and (found := settings_of(function)):
                 yield f"{module.__name__.rpartition('.')[-1]}.{name}", function, found
+    for function in NOT_LISTED:
+        yield f"models.{function.__name__}", function, settings_of(function)
 
 
 FUNCTIONS = {name: (function, found) for name, function, found in public_settings()}

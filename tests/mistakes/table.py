@@ -651,15 +651,15 @@ MISTAKES = [
         (
             "blocks.py",
             "a token attends to the one after it",
-            ".triu(keys - queries + 1)",
-            ".triu(keys - queries + 2)",
+            ".triu(columns - rows + 1)",
+            ".triu(columns - rows + 2)",
             "tests/attention/test_blocks.py tests/attention/test_attention.py",
         ),
         (
             "blocks.py",
             "a window is one token wider",
-            "        yield _Chunk(rows, seen, (before < 0) | (before >= block.window))",
-            "        yield _Chunk(rows, seen, (before < 0) | (before > block.window))",
+            "        yield _Chunk(queries, keys, (distance < 0) | (distance >= block.window))",
+            "        yield _Chunk(queries, keys, (distance < 0) | (distance > block.window))",
             "tests/attention/test_blocks.py tests/attention/test_attention.py",
         ),
         (
@@ -679,8 +679,8 @@ MISTAKES = [
         (
             "blocks.py",
             "the scale is missing from the gradient of scores",
-            "        d_scores = d_weights.sub_(means_).mul_(weights).mul_(block.scale)",
-            "        d_scores = d_weights.sub_(means_).mul_(weights)",
+            "        d_scores = d_weights.sub_(row_sums_).mul_(weights).mul_(block.scale)",
+            "        d_scores = d_weights.sub_(row_sums_).mul_(weights)",
             "tests/attention/test_blocks.py tests/attention/test_attention.py",
         ),
         (
@@ -870,13 +870,13 @@ MISTAKES = [
         (
             "muon.py",
             "Nesterov's momentum mixes the wrong way",
-            '        mixed = gradient.lerp(buffer, held.group["momentum"])',
-            '        mixed = buffer.lerp(gradient, held.group["momentum"])',
+            '        return gradient.lerp(buffer, matrix.group["momentum"])',
+            '        return buffer.lerp(gradient, matrix.group["momentum"])',
             "tests/optim/test_muon.py",
         ),
         (
             "muon.py",
-            "a tall matrix is orthogonalised as a wide one",
+            "a tall matrix is orthogonalized as a wide one",
             "    is_tall = x.shape[-2] > x.shape[-1]",
             "    is_tall = x.shape[-2] < x.shape[-1]",
             "tests/optim/test_muon.py",
@@ -929,8 +929,8 @@ MISTAKES = [
         (
             "packing_leaks.py",
             "a leak is looked for in the document that was changed",
-            "    seen = slice(half, half + quarter)",
-            "    seen = slice(half + quarter, None)",
+            "    compared = slice(half, half + quarter)",
+            "    compared = slice(half + quarter, None)",
             "tests/tools/testing/test_packing.py",
         ),
         (
@@ -943,8 +943,8 @@ MISTAKES = [
         (
             "tied_embeddings.py",
             "the owner of a tied embedding has the copy's gradient alone",
-            "local.copy_(local + twin if own < other else twin + local)",
-            "local.copy_(twin)",
+            "local.copy_(local + remote if own < other else remote + local)",
+            "local.copy_(remote)",
             "tests/parallel/test_pipeline.py",
         ),
         (
@@ -1469,8 +1469,8 @@ MISTAKES = [
         (
             "documents.py",
             "every token of a record is trained on",
-            "        return Sample(ids, _read_mask(record, self.loss_mask), columns)",
-            "        return Sample(ids, np.ones_like(_read_mask(record, self.loss_mask)), columns)",
+            "        return Sample(ids, mask.astype(bool), columns)",
+            "        return Sample(ids, np.ones(ids.shape, bool), columns)",
             "tests/text/tokenizers tests/text/corpora/test_columns.py",
         ),
     ),
@@ -1529,10 +1529,10 @@ MISTAKES = [
             "tests/test_launch.py",
         ),
         (
-            "table.py",
+            "rendezvous_store.py",
             "two processes with one rank are taken for one",
-            "        if other != seat:",
-            "        if other.rank != seat.rank:",
+            "        if other != entry:",
+            "        if other.rank != entry.rank:",
             "tests/run/test_startup.py",
         ),
     ),
@@ -1576,8 +1576,8 @@ MISTAKES = [
         (
             "timing.py",
             "the hours in which nothing ran count",
-            '    return first["time"], min(end, max(last, first["time"] + worked))',
-            '    return first["time"], end if end < math.inf else max(last, first["time"] + worked)',
+            "        lives.append((start, min(next_start, max(last_event, start + worked))))",
+            "        lives.append((start, max(last_event, start + worked)))",
             "tests/run/sinks/test_goodput.py",
         ),
     ),
@@ -1669,8 +1669,8 @@ MISTAKES = [
         (
             "open_run.py",
             "the best evaluation so far saves nothing",
-            "self.stop_reason or self._is_save_due(state) or self.best_step == state.step",
-            "self.stop_reason or self._is_save_due(state)",
+            "self._stop_reason or self._is_save_due(state) or self._best_step == state.step",
+            "self._stop_reason or self._is_save_due(state)",
             "tests/run/test_run.py tests/recipes/test_pretrain.py",
         ),
         (

@@ -7,7 +7,7 @@ import torch
 
 from trainkit.collectives import all_to_all_rows
 from trainkit.mesh import axis_from_group
-from trainkit.models import ep_combine, ep_dispatch, ep_dispatch_keys
+from trainkit.models.dispatch import ep_combine, ep_dispatch, ep_dispatch_keys
 from trainkit.models.routers import count_choices
 from trainkit.noise import split_keys
 from trainkit.tools.testing import run_ranks

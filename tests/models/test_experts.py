@@ -24,7 +24,6 @@ from trainkit.models import (
     Decoder,
     Experts,
     RoutingTape,
-    balance_loss_sum,
     build_decoder,
     call_model,
     call_routed,
@@ -34,6 +33,7 @@ from trainkit.models import (
     softmax_topk,
     update_routers_,
 )
+from trainkit.models.experts import balance_loss_sum
 from trainkit.parallel import make_call, make_stages, recompute
 from trainkit.post.generation import generate
 from trainkit.step import evaluate, forward_backward

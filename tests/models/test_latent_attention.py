@@ -16,13 +16,13 @@ from trainkit.models import (
     build_decoder,
     call_model,
     call_routed,
-    config_from_facts,
     count_active_parameters,
     count_parameters,
     init_weights,
     make_decoder_config,
 )
 from trainkit.models.config import parameter_shapes
+from trainkit.models.decoder_sizes import config_from_facts
 from trainkit.models.rotary import rotary_frequencies
 from trainkit.post.generation import Sampling, generate
 from trainkit.tools.testing.builtin import decoder_batch

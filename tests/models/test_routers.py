@@ -7,14 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainkit.models import (
-    Experts,
-    add_jitter,
-    apply_capacity,
-    expert_capacity,
-    sigmoid_topk,
-    softmax_topk,
-)
+from trainkit.models import Experts, sigmoid_topk, softmax_topk
+from trainkit.models.routers import add_jitter, apply_capacity, expert_capacity
 from trainkit.noise import dropout, make_token_keys
 from trainkit.types import ConfigError
 

@@ -13,14 +13,9 @@ from torch import nn
 from trainkit.noise.counters import normal
 from trainkit.noise.hashing import make_key
 from trainkit.noise.rounding import keys_at, rounded_rows, rounding_keys
-from trainkit.optim import (
-    OPTIMIZERS,
-    make_optimizer,
-    orthogonalize,
-    parse_groups,
-    parse_options,
-)
+from trainkit.optim import make_optimizer, orthogonalize, parse_groups, parse_options
 from trainkit.optim.storage import encode_moment, read_moment
+from trainkit.optim.table import OPTIMIZERS
 from trainkit.parallel.parameters import empty_rows_like, get_local_box
 from trainkit.types import SOLO
 

@@ -3,6 +3,7 @@
 import copy
 import math
 import os
+from functools import partial
 from itertools import pairwise
 
 import hypothesis.strategies as st
@@ -23,7 +24,7 @@ from trainkit.losses import next_token_linear
 from trainkit.mesh import axis_from_group
 from trainkit.models import call_routed, call_with_noise
 from trainkit.optim import make_optimizer, muon
-from trainkit.optim.distributed_matrices import Grid, Matrix, dealt, rounds_of
+from trainkit.optim.distributed_matrices import Grid, Matrix, assign_owners, plan_rounds
 from trainkit.optim.muon import Muon, hidden_matrices, orthogonalize
 from trainkit.tools.testing import run_ranks
 from trainkit.tools.testing.builtin import (
@@ -109,33 +110,23 @@ SCALES = {
 }
 
 
-def plain_step(
-    p,
-    g,
-    memory,
-    *,
-    lr,
-    momentum=0.95,
-    nesterov=True,
-    weight_decay=0.0,
-    scale="original",
-    cautious=False,
-    steps=5,
-):
+def plain_step(p, g, memory, group):
     """One step as others write it: sums in place of means, and singular values."""
+    momentum, lr = group["momentum"], group["lr"]
     memory.mul_(momentum).add_(g)
-    mixed = g + momentum * memory if nesterov else memory
-    update = SCALES[scale](*p.shape) * by_svd(mixed, steps)
-    kept = (1 - lr * weight_decay) * p
-    kept = torch.where(update * p >= 0, kept, p) if cautious else kept
-    return kept - lr * update
+    mixed = g + momentum * memory if group["nesterov"] else memory
+    update = SCALES[group["scale"]](*p.shape) * by_svd(mixed, group["steps"])
+    decayed = (1 - lr * group["weight_decay"]) * p
+    if group["cautious"]:
+        decayed = torch.where(update * p >= 0, decayed, p)
+    return decayed - lr * update
 
 
 FORMS = {
-    "usual": {},
-    "no nesterov, other scale": {"nesterov": False, "scale": "match_rms", "momentum": 0.8},
-    "decay, three steps": {"weight_decay": 2.0, "steps": 3},
-    "cautious decay": {"weight_decay": 2.0, "cautious": True},
+    "usual": Muon,
+    "no nesterov, other scale": partial(Muon, nesterov=False, scale="match_rms", momentum=0.8),
+    "decay, three steps": partial(Muon, weight_decay=2.0, steps=3),
+    "cautious decay": partial(Muon, weight_decay=2.0, cautious=True),
 }
 
 
@@ -143,14 +134,15 @@ FORMS = {
 @pytest.mark.parametrize("shape", [(6, 4), (4, 6), (3, 6, 4)])
 def test_is_the_formula_in_either_convention_of_momentum(form, shape):
     p = nn.Parameter(drawn(*shape))
-    optimizer = Muon([p], lr=1.0, **form)
-    copies, memories = list(p.detach().clone().view(-1, *shape[-2:])), []
+    optimizer = form([p], lr=1.0)
+    copies = list(p.detach().clone().view(-1, *shape[-2:]))
     memories = [torch.zeros_like(x) for x in copies]
     for step in range(3):
         p.grad = drawn(*shape, seed=step + 1)
-        optimizer.param_groups[0]["lr"] = lr = 0.1 / (step + 1)
+        (group,) = optimizer.param_groups
+        group["lr"] = 0.1 / (step + 1)
         grads = p.grad.view(-1, *shape[-2:])
-        copies = [plain_step(*x, lr=lr, **form) for x in zip(copies, grads, memories, strict=True)]
+        copies = [plain_step(*x, group) for x in zip(copies, grads, memories, strict=True)]
         optimizer.step()
     assert far(p.detach(), torch.stack(copies).view(shape)) < 1e-10
 
@@ -243,24 +235,26 @@ def test_a_gradient_scaler_of_torchs_is_undone():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("make", "message"),
     [
-        ({"lr": -1.0}, "lr must be .* got -1.0"),
-        ({"weight_decay": math.inf}, "weight_decay must be"),
-        ({"momentum": 1.0}, "momentum must be"),
-        ({"steps": 0}, "steps must be"),
-        ({"scale": "other"}, 'scale must be "original" or "match_rms"'),
-        ({"dtype": "float16"}, "dtype must be"),
-        ({"parts_dim": 0}, "parts_dim must be"),
-        ({"parts": (1, 0)}, "parts must be"),
-        ({"parts": (3, 2)}, r"parts \(3, 2\) sum to 5, .* dimension -2 .* \(4, 2\)"),
-        ({"params": [nn.Parameter(torch.ones(3))]}, r"parameters must be matrices.* shape \(3,\)"),
+        (lambda p: Muon([p], lr=-1.0), "lr must be .* got -1.0"),
+        (lambda p: Muon([p], lr=0.1, weight_decay=math.inf), "weight_decay must be"),
+        (lambda p: Muon([p], lr=0.1, momentum=1.0), "momentum must be"),
+        (lambda p: Muon([p], lr=0.1, steps=0), "steps must be"),
+        (lambda p: Muon([p], lr=0.1, scale="other"), 'scale must be "original" or "match_rms"'),
+        (lambda p: Muon([p], lr=0.1, dtype="float16"), "dtype must be"),
+        (lambda p: Muon([p], lr=0.1, parts_dim=0), "parts_dim must be"),
+        (lambda p: Muon([p], lr=0.1, parts=(1, 0)), "parts must be"),
+        (
+            lambda p: Muon([p], lr=0.1, parts=(3, 2)),
+            r"parts \(3, 2\) sum to 5, .* dimension -2 .* \(4, 2\)",
+        ),
+        (lambda p: Muon([p[0]], lr=0.1), r"parameters must be matrices.* shape \(2,\)"),
     ],
 )
-def test_refuses_bad_values_by_name(options, message):
-    arguments = {"params": [nn.Parameter(torch.ones(4, 2))], "lr": 0.1} | options
+def test_refuses_bad_values_by_name(make, message):
     with pytest.raises(ValueError, match=f"^Muon: {message}"):
-        Muon(arguments.pop("params"), **arguments)
+        make(torch.ones(4, 2))
 
 
 # ----------------------------------------------------------------------------------- a checkpoint
@@ -308,7 +302,7 @@ def test_resumes_bit_for_bit_through_a_checkpoint(tmp_path):
 
 @given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 5))
 def test_work_is_dealt_evenly(costs, ranks):
-    owners = dealt(costs, ranks)
+    owners = assign_owners(costs, ranks)
     loads = [sum(c for c, o in zip(costs, owners, strict=True) if o == r) for r in range(ranks)]
     best = max([sum(costs) / ranks, *costs], default=0)
     assert max(loads) <= 4 / 3 * best + max(costs, default=0) / 3
@@ -324,8 +318,8 @@ def rows_on(ranks, *, rows=4):
 
 def hops_of(ranks, *, here=0):
     """Return along which mesh dimensions of 2 x 2 ranks a matrix travels, there and back."""
-    (only,) = rounds_of([rows_on(ranks)], Grid((2, 2), here, ("outer", "inner")), bucket_bytes=99)
-    return [hop.group for hop in only.there], [hop.group for hop in only.back]
+    (only,) = plan_rounds([rows_on(ranks)], Grid((2, 2), here, ("outer", "inner")), bucket_bytes=99)
+    return [hop.group for hop in only.gather], [hop.group for hop in only.scatter]
 
 
 def test_parts_travel_no_farther_than_they_must():
@@ -336,18 +330,18 @@ def test_parts_travel_no_farther_than_they_must():
         assert back == (["outer", "inner"] if rank in (0, 2) else ["inner"])
     whole = [rows_on([[0]]), rows_on([[3]])]
     for rank in (0, 3):
-        (only,) = rounds_of(whole, Grid((2, 2), rank, ("outer", "inner")), bucket_bytes=99)
-        assert (only.own, only.there, only.back) == ([rank // 3], [], [])
+        (only,) = plan_rounds(whole, Grid((2, 2), rank, ("outer", "inner")), bucket_bytes=99)
+        assert (only.owned, only.gather, only.scatter) == ([rank // 3], [], [])
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(1, 200))
 def test_a_rank_puts_no_more_together_than_it_may(rows, most):
     matrices = [rows_on([[0], [1]], rows=2 * n) for n in rows]
-    plans = [rounds_of(matrices, Grid((2,), rank, (None,)), bucket_bytes=most) for rank in (0, 1)]
+    plans = [plan_rounds(matrices, Grid((2,), rank, (None,)), bucket_bytes=most) for rank in (0, 1)]
     assert len(plans[0]) == len(plans[1])
-    assert sorted(i for plan in plans for x in plan for i in x.own) == [*range(len(rows))]
+    assert sorted(i for plan in plans for x in plan for i in x.owned) == [*range(len(rows))]
     for plan in plans:
-        held = [[matrices[i].nbytes for i in x.own] for x in plan]
+        held = [[matrices[i].num_bytes for i in x.owned] for x in plan]
         assert all(sum(sizes) <= most or len(sizes) == 1 for sizes in held)
         assert all(sum((*a, *b)) > most for a, b in pairwise(held) if a and b) or len(held) < 2
 
@@ -384,8 +378,9 @@ def spread(whole, mesh, placements):
     if mesh is None:
         return whole
     local = own_part(whole, mesh, placements)
-    how = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
-    return DTensor.from_local(local, mesh, placements, **how)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 def set_gradient(p, whole, mesh, placements, *, missing):
@@ -400,8 +395,8 @@ def set_gradient(p, whole, mesh, placements, *, missing):
     return whole
 
 
-def steps_apart(dtype, options, how):
-    """Step parameters on all meshes, and whole ones; return the names of those that differ."""
+def steps_apart(dtype, make):
+    """Step parameters on all meshes, and full ones; return the names of those that differ."""
     meshes = {sizes: init_device_mesh("cpu", sizes) for sizes in ((4,), (2, 2))} | {None: None}
     known = [(name, meshes[s], shape, x) for name, (s, shape, x) in MESHES.items()]
     wholes = [nn.Parameter(drawn(*x[2], seed=i).to(dtype)) for i, x in enumerate(known)]
@@ -410,23 +405,21 @@ def steps_apart(dtype, options, how):
         for whole, (_, mesh, _, placements) in zip(wholes, known, strict=True)
     ]
     never = nn.Parameter(spread(torch.ones(4, 4), meshes[4,], [Shard(0)]))
-    alone = Muon(wholes, lr=0.1, **options)
-    dealt_out = Muon(
-        [*parts, never], lr=0.1, **options, **how, axis=axis_from_group(dist.group.WORLD)
-    )
+    alone = make(wholes)
+    distributed = make([*parts, never], axis=axis_from_group(dist.group.WORLD))
     for step in range(2):
         for i, (p, whole, x) in enumerate(zip(parts, wholes, known, strict=True)):
             missing = step == 1 and x[0] in ("rows, unevenly", "experts")
             gradient = drawn(*x[2], seed=99 + i + 20 * step).to(dtype)
             whole.grad = set_gradient(p, gradient, x[1], x[3], missing=missing)
         alone.step()
-        dealt_out.step()
+        distributed.step()
     assert (never.to_local() == 1).all()
-    assert never not in dealt_out.state
+    assert never not in distributed.state
     found = []
     for p, whole, (name, mesh, _, placements) in zip(parts, wholes, known, strict=True):
         own = p.to_local() if mesh else p
-        memory = dealt_out.state[p]["momentum_buffer"]
+        memory = distributed.state[p]["momentum_buffer"]
         assert getattr(memory, "placements", None) == getattr(p, "placements", None)
         if not torch.equal(own, own_part(whole, mesh, placements)):
             found.append(name)
@@ -439,7 +432,8 @@ def costs_of(call):
 
     def counted(x, **options):
         costs.append(
-            x.shape[:-2].numel() * muon._cost(*x.shape[-2:], {"parts": None, "parts_dim": -2})
+            x.shape[:-2].numel()
+            * muon._count_multiplications(*x.shape[-2:], {"parts": None, "parts_dim": -2})
         )
         return real(x, **options)
 
@@ -463,16 +457,17 @@ def shares_of_work():
     return found
 
 
+COLUMNS = partial(Muon, lr=0.1, parts=(1, 1), parts_dim=-1, weight_decay=0.5, cautious=True)
+OPTIONS = {
+    "usual": (torch.float64, partial(Muon, lr=0.1)),
+    "columns, small buckets": (torch.float32, partial(COLUMNS, bucket_bytes=400)),
+    "bf16": (torch.float32, partial(Muon, lr=0.1, dtype="bfloat16", nesterov=False)),
+}
+
+
 def in_all_layouts():
-    failed = {}
-    usual, others = {}, {"parts": (1, 1), "parts_dim": -1, "weight_decay": 0.5, "cautious": True}
-    for dtype, options, how in (
-        (torch.float64, usual, {}),
-        (torch.float32, others, {"bucket_bytes": 400}),
-        (torch.float32, {"dtype": "bfloat16", "nesterov": False}, {}),
-    ):
-        failed[str((dtype, options, how))] = steps_apart(dtype, options, how)
-    return {name: names for name, names in failed.items() if names}, shares_of_work()
+    failed = {name: steps_apart(dtype, make) for name, (dtype, make) in OPTIONS.items()}
+    return {name: meshes for name, meshes in failed.items() if meshes}, shares_of_work()
 
 
 def test_no_layout_changes_a_bit_and_each_rank_does_its_share():
@@ -493,15 +488,20 @@ def test_no_layout_changes_a_bit_and_each_rank_does_its_share():
 
 def by_muon(stages, axis):
     """Return Muon for hidden matrices and AdamW for the rest, as one."""
-    how = {"optimizer": "muon", "options": {"bucket_bytes": 5000}, "axis": axis}
-    return make_optimizer(stages, lr=1e-2, weight_decay=0.1, **how)
+    return make_optimizer(
+        stages,
+        lr=1e-2,
+        optimizer="muon",
+        weight_decay=0.1,
+        options={"bucket_bytes": 5000},
+        axis=axis,
+    )
 
 
-EXPERTS = {"loss": expert_loss, "call": call_routed}
-PLAIN = {"loss": next_token_linear, "call": call_with_noise}
 TRAININGS = {
     "decoder with experts and latents": (
-        EXPERTS,
+        expert_loss,
+        call_routed,
         [
             LayoutCase(Layout(dp_shard=2, tp=2)),
             LayoutCase(Layout(dp_replicate=2, dp_shard=2, ep=2)),
@@ -509,7 +509,8 @@ TRAININGS = {
         ],
     ),
     "tied decoder": (
-        PLAIN,
+        next_token_linear,
+        call_with_noise,
         [LayoutCase(Layout(pp=2, dp_shard=2)), LayoutCase(Layout(dp_replicate=2, tp=2))],
     ),
 }
@@ -520,9 +521,17 @@ TRAININGS = {
     ["decoder with experts and latents", pytest.param("tied decoder", marks=ONLY_ALL)],
 )
 def test_trains_to_the_numbers_of_one_process(model):
-    how, cases = TRAININGS[model]
-    how = how | {"plan": decoder_plan, "optimizer": by_muon, "steps": 2}
-    found = certify(MODELS[model], decoder_batch, cases, **how)
+    loss, call, cases = TRAININGS[model]
+    found = certify(
+        MODELS[model],
+        decoder_batch,
+        cases,
+        loss=loss,
+        call=call,
+        plan=decoder_plan,
+        optimizer=by_muon,
+        steps=2,
+    )
     assert found.ok, "\n".join([format_text(found), *(row.traceback for row in found.red)])
 
 

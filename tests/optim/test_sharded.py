@@ -17,7 +17,7 @@ from torch import nn
 import trainkit as tk
 from trainkit.noise.counters import normal
 from trainkit.noise.hashing import make_key
-from trainkit.optim import OPTIMIZERS
+from trainkit.optim.table import OPTIMIZERS
 from trainkit.parallel import build_stages, fsdp, tensor_parallel
 from trainkit.parallel.parameters import get_local_box
 from trainkit.tools.testing import run_ranks

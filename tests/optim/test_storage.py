@@ -11,16 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.noise.jit import jit
-from trainkit.optim import (
-    OPTIMIZERS,
-    Lion,
-    LowPrecisionAdamW,
-    Momentum,
-    ScheduleFree,
-    SignSGD,
-    elementwise,
-)
+from trainkit.optim import Lion, LowPrecisionAdamW, Momentum, ScheduleFree, SignSGD, elementwise
 from trainkit.optim.storage import encode_moment, read_moment
+from trainkit.optim.table import OPTIMIZERS
 from trainkit.parallel import parameters as naming
 
 SHAPES = ((5, 768), (3, 3001), (7,), (), (0, 4), (300, 1))

@@ -21,14 +21,8 @@ from torch import nn
 
 import trainkit as tk
 from trainkit import optim
-from trainkit.optim import (
-    OPTIMIZERS,
-    make_optimizer,
-    parse_groups,
-    state_bytes,
-    use_averaged_parameters,
-)
-from trainkit.optim.table import check_options, list_precision_options
+from trainkit.optim import make_optimizer, parse_groups, use_averaged_parameters
+from trainkit.optim.table import OPTIMIZERS, check_options, list_precision_options, state_bytes
 from trainkit.run.config import OptimizerOptions
 from trainkit.types import CheckpointError, ConfigError, Precision, TrainState
 from trainkit.weights.checkpoint import load_checkpoint
@@ -284,7 +278,11 @@ FACTS = {
         IS_NOT,
     ),
     "the mean": ("adamw, mean", {"mean": 0.5}, IS_NOT + "mean"),
-    "no mean": ("adamw, mean", {"mean": None}, "its optimizer is Together, the run has AdamW"),
+    "no mean": (
+        "adamw, mean",
+        {"mean": None},
+        "its optimizer is CombinedOptimizer, the run has AdamW",
+    ),
 }
 
 

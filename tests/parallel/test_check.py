@@ -10,7 +10,8 @@ import recipe_runs
 from recipe_runs import error_of, refusal
 
 from trainkit.models import Experts, Latents, list_decoder_sizes, make_decoder_config
-from trainkit.parallel import problems, refuse
+from trainkit.parallel import check_layout
+from trainkit.parallel.check_layout import find_problems
 from trainkit.types import BatchShape, ConfigError, Layout
 
 TINY = make_decoder_config("tiny")
@@ -25,7 +26,7 @@ def check(model=TINY, *, world=None, changes=None, device=None, **degrees):
     changes = changes or {}
     rows = BatchShape(**(FITS | {name: x for name, x in changes.items() if name in FITS}))
     layout = Layout(**degrees, **{name: x for name, x in changes.items() if name not in FITS})
-    refuse(problems(layout, model, rows, world=world or layout.world, device=device))
+    check_layout(layout, model, rows, world=world or layout.world, device=device)
 
 
 REFUSED = [
@@ -39,7 +40,7 @@ REFUSED = [
         attrs.evolve(TINY, heads=12, kv_heads=6, head_dim=8),
         {"ulysses": 4},
         {},
-        "6 key and value heads can neither be shared out nor repeated over ulysses = 4",
+        "6 key and value heads can neither be split nor repeated over ulysses = 4",
     ),
     (LATENT, {"tp": 4}, {}, "6 heads do not divide by tp = 4; set tp to 1 or 2"),
     (LATENT, {"ulysses": 4}, {}, "6 heads do not divide by ulysses = 4; set ulysses to 1, 2, 3 or"),
@@ -104,7 +105,7 @@ REFUSED = [
         {"rows": 5, "schedule": "interleaved_1f1b"},
         "make 5 in a step, .*'interleaved_1f1b' needs a multiple of 2.* set rows to 6",
     ),
-    (TINY, {"ep": 2, "dp_shard": 2}, {}, "no experts to deal to ep = 2; set ep to 1"),
+    (TINY, {"ep": 2, "dp_shard": 2}, {}, "no experts to shard over ep = 2; set ep to 1"),
     (
         attrs.evolve(TINY, experts=Experts(count=6, chosen=2, width=8)),
         {"ep": 4, "dp_shard": 4},
@@ -202,15 +203,16 @@ def test_a_v_schedule_is_refused_where_gloo_cannot_send_to_itself(monkeypatch):
 
 def test_all_that_does_not_fit_is_listed_and_raised_as_one():
     layout, rows = Layout(pp=8, tp=3), BatchShape(row_length=256, rows=8)
-    found = problems(layout, TINY, rows, world=24)
-    assert [problem.where for problem in found] == ["tp", "row_length", "pp"]
+    problems = find_problems(layout, TINY, rows, world=24)
+    assert [problem.where for problem in problems] == ["tp", "row_length", "pp"]
     with pytest.raises(ConfigError, match=r"^4 heads do not .*; and a row of .*; and 4 layers"):
-        refuse(found)
+        check_layout(layout, TINY, rows, world=24)
     with pytest.raises(ConfigError, match=r"; and 4 more$") as caught:
-        refuse(found * 4)
+        check_layout(layout, TINY, rows, world=24, others=problems * 3)
     assert str(caught.value).count("4 heads do not") == 3
-    assert [problem.where for problem in problems(layout, None, rows, world=24)] == ["row_length"]
-    assert problems(layout, world=24) == []
+    (problem,) = find_problems(layout, None, rows, world=24)
+    assert problem.where == "row_length"
+    check_layout(layout, world=24)
 
 
 # ------------------------------------------------------------------------- as a new user meets it

@@ -8,14 +8,8 @@ from torch import nn
 from whole_step import Layout, difference, joined, run_steps
 
 import trainkit as tk
-from trainkit.parallel import (
-    average_parameters,
-    check_plan,
-    ddp,
-    fsdp,
-    mixed_precision,
-    vote_signs,
-)
+from trainkit.parallel import average_parameters, ddp, fsdp, mixed_precision, vote_signs
+from trainkit.parallel.transforms import check_plan
 from trainkit.tools.testing import count_collectives, run_ranks
 from trainkit.types import SOLO, ConfigError
 

@@ -15,15 +15,8 @@ from trainkit.batch import split_batch
 from trainkit.data import TokenCorpus
 from trainkit.losses import add_router_losses, next_token
 from trainkit.mesh import solo_parallel
-from trainkit.models import (
-    Decoder,
-    build_decoder,
-    call_routed,
-    ep_combine,
-    ep_dispatch,
-    init_weights,
-    sigmoid_topk,
-)
+from trainkit.models import Decoder, build_decoder, call_routed, init_weights, sigmoid_topk
+from trainkit.models.dispatch import ep_combine, ep_dispatch
 from trainkit.models.experts import ExpertWeights
 from trainkit.packing import pack_bins
 from trainkit.parallel import (

@@ -54,10 +54,10 @@ def rescaling():
         ("fsdp", fsdp(), {"fsdp": 2}),
         ("fsdp", fsdp(), {"dp_replicate": 2}),
         ("ddp", ddp(), {"dp_replicate": 2}),
-        ("tensor", tensor_parallel({"layers.*": "column"}), {"tp": 2}),
-        ("sequence", sequence_parallel(), {"ring": 2}),
-        ("sequence", sequence_parallel(), {"ulysses": 2}),
-        ("precision", mixed_precision(torch.bfloat16), {}),
+        ("tensor_parallel", tensor_parallel({"layers.*": "column"}), {"tp": 2}),
+        ("sequence_parallel", sequence_parallel(), {"ring": 2}),
+        ("sequence_parallel", sequence_parallel(), {"ulysses": 2}),
+        ("mixed_precision", mixed_precision(torch.bfloat16), {}),
     ],
 )
 def test_an_embedding_that_rescales_its_rows_is_refused_where_the_change_would_be_lost(
@@ -222,9 +222,9 @@ def without_elements():
 
 UNITS = {
     own_in_two_dtypes: "'layers.0.0' holds 'bias' in torch.bfloat16 and 'gain' in torch.float32, "
-    "and the gradients of a module .* put precision",
+    "and the gradients of a module .* put mixed_precision",
     listed_in_another_dtype: "'layers.0.gains' holds parameters in torch.float32 inside a module "
-    "in torch.bfloat16, .* is never called, .* put precision",
+    "in torch.bfloat16, .* is never called, .* put mixed_precision",
     without_elements: r"'layers.0.gate' has the shape \[0, 4\], .* or freeze it",
     partial(in_blocks, nn.ModuleList([nn.Linear(4, 4)])): "'layers.0' is a ModuleList, which has "
     r"no forward pass .*'layers.0.\*'",
@@ -476,9 +476,7 @@ def read_a_weight():
 
 def test_a_block_that_reads_its_child_s_weight_is_named_with_the_line():
     error = run_ranks(read_a_weight, 2)[0]
-    pattern = (
-        r"tensor: 'layers.0' computes with .* \(test_foreign_modules.py:\d+\), .*call that module"
-    )
+    pattern = r"'layers.0' computes with .* \(test_foreign_modules.py:\d+\), .*call that module"
     assert re.search(pattern, error), error
 
 

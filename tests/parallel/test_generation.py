@@ -18,7 +18,8 @@ from trainkit.parallel import (
     sequence_parallel,
     tensor_parallel,
 )
-from trainkit.post.generation import Sampling, generate, generate_sharded
+from trainkit.post.generation import Sampling, generate
+from trainkit.post.generation.generate import generate_sharded
 from trainkit.tools.testing import run_ranks
 
 SMALL = attrs.evolve(CONFIG, vocab_size=32)

@@ -7,7 +7,8 @@ from whole_step import CONFIG
 from trainkit.batch import batch_from_rows
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, build_decoder, call_model, init_weights
-from trainkit.parallel import build_stages, compute_dtype, make_decoder_plan
+from trainkit.parallel import build_stages, make_decoder_plan
+from trainkit.parallel.precision import get_compute_dtype
 from trainkit.parallel.transforms import OF_THE_WHOLE, ORDER
 from trainkit.types import Layout, Precision
 
@@ -32,6 +33,6 @@ def test_on_one_process_it_changes_nothing_but_what_it_is_asked_for():
     )
     batch = batch_from_rows(torch.arange(6)[None])
     assert torch.equal(call_model(plain, batch), call_model(build_decoder(CONFIG, seed=0), batch))
-    assert (compute_dtype(plain), compute_dtype(low)) == (torch.float32, torch.bfloat16)
+    assert (get_compute_dtype(plain), get_compute_dtype(low)) == (torch.float32, torch.bfloat16)
     with pytest.raises(ValueError, match="selective"):
         make_decoder_plan(Layout(), recompute="some")

@@ -245,7 +245,7 @@ def test_a_recipe_takes_every_mode():
 
 
 def test_compiled_blocks_cannot_choose_by_cost():
-    with pytest.raises(ConfigError, match=r"compiled: recompute\('0.4'\) chooses by cost"):
+    with pytest.raises(ConfigError, match=r"compile_blocks: recompute\('0.4'\) chooses by cost"):
         compile_blocks()(built("0.4"), tk.solo_parallel())
 
 

@@ -17,8 +17,10 @@ from whole_step import CONFIG, Layout, build, full
 import trainkit as tk
 from trainkit import adapters
 from trainkit.models import Decoder, init_weights
-from trainkit.parallel import Transform, canonical_name, check_plan, compile_blocks, fsdp, recompute
+from trainkit.parallel import Transform, compile_blocks, fsdp, recompute
 from trainkit.parallel.materialize import materialize_
+from trainkit.parallel.parameters import canonical_name
+from trainkit.parallel.transforms import check_plan
 from trainkit.tools.testing import run_ranks
 from trainkit.types import ConfigError
 

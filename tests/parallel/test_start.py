@@ -44,7 +44,7 @@ def test_matrices_in_few_bits_are_told_in_bytes():
     model = nn.ModuleDict({"up": nn.Linear(128, 2), "down": nn.Linear(2, 3)})
     quantized("nf4", modules="up")(model, solo_parallel())
     told = lines_of(model)[0]  # of the matrix 2 rows of 64 bytes and of 2 + 8 for scales
-    assert told.startswith("11 parameters, all trained, and 148 bytes of matrices in few bits, in")
+    assert told.startswith("11 parameters, all trained, and 148 bytes of quantized matrices, in")
 
 
 def test_a_tied_copy_of_a_pipeline_is_not_counted():

@@ -17,6 +17,7 @@ from trainkit.__main__ import main
 from trainkit.batch import batch_from_rows
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, Experts, make_decoder_config
+from trainkit.post.adapters.frozen import can_shard_bytes
 from trainkit.text.corpora import write_corpus
 from trainkit.text.tokenizers import open_tokenizer, save_tokenizer, train_bpe
 from trainkit.tools.testing import run_ranks
@@ -324,7 +325,7 @@ def test_it_begins_with_a_hugging_face_folder_and_its_tokenizer(base, flags_of, 
         assert hub.open_folder(tmp_path / f"{name} out").full_context == context
 
 
-@pytest.mark.skipif(not adapters.can_shard_bytes(), reason="FSDP of this torch shards no bytes")
+@pytest.mark.skipif(not can_shard_bytes(), reason="FSDP of this torch shards no bytes")
 def test_a_mixture_is_fine_tuned_with_adapters_of_its_experts(flags_of, tmp_path):
     experts = Experts(count=4, chosen=2, width=16)
     mixture = make_decoder_config("tiny", layers=1, width=512, vocab_size=272, experts=experts)

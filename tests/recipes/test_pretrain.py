@@ -28,7 +28,7 @@ from recipe_runs import (
 
 from trainkit import config, schedules, sinks
 from trainkit.packing import next_fit, pack_bins
-from trainkit.post.generation import Completion
+from trainkit.post.generation.generate import Completion
 from trainkit.tools.testing import run_ranks
 from trainkit.weights.checkpoint import verify_checkpoint
 

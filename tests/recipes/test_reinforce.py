@@ -9,6 +9,7 @@ from recipe_runs import column, events, here, lines, refusal, several
 from trainkit import adapters, evaluation, generation, hub
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder
+from trainkit.post.evaluation.examples import make_example
 from trainkit.tools.testing import run_ranks
 
 SMALL = "--supervised 4 --prompts 4 --answers 4 --warmup 2 --schedule-steps 8 --save-every 2"
@@ -101,7 +102,7 @@ def test_the_answers_of_another_sampler_serve_if_it_has_the_trainer_s_weights(tm
     texts = [(f"{n}+1=", text) for n in range(4) for text in ("1", "", f"{n + 1}", "12")]
     read = [{"prompt": p, "answer": a, "logprobs": [0.0] * (len(a) + 1)} for p, a in texts]
     answers = generation.read_answers(read, tokenizer=trained.tokenizer)
-    examples = [evaluation.make_example(x.prompt_ids, x.ids, context=64) for x in answers]
+    examples = [make_example(x.prompt_ids, x.ids, context=64) for x in answers]
     given = [x.logprobs.tolist() for x in evaluation.make_scorer(model)(examples)]
 
     def write(logprobs):

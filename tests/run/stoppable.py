@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from trainkit.collectives import all_sum, any_rank
-from trainkit.mesh import describe_launch, parallel_session
+from trainkit.mesh import parallel_session
+from trainkit.mesh.launch import describe_launch
 from trainkit.run.errors import EXIT_SAVED, report_errors, run_main
 from trainkit.run.lock import lock_run
 from trainkit.run.signals import open_stop_vote, trap_signals

@@ -10,16 +10,18 @@ import time
 import attrs
 import pytest
 import torch
-from recipe_runs import events
+from recipe_runs import events, lines
 
 from trainkit.data import PackedCorpus, make_corpus
 from trainkit.mesh import solo_parallel
+from trainkit.metrics import decoder_flops
 from trainkit.models import make_decoder_config
 from trainkit.packing import pack_bins
 from trainkit.run import EXIT_SAVED, Timeouts, make_run_dir, open_run, startup, watchdog
 from trainkit.run.config import RunConfig
 from trainkit.run.lock import lock_run
 from trainkit.run.open_run import gather_facts
+from trainkit.run.sinks import LoggingOptions
 from trainkit.text.tokenizers import make_byte_tokenizer
 from trainkit.tools.testing import run_ranks
 from trainkit.types import CheckpointError, Cursor, DataError, DiskError, StepBatch
@@ -146,6 +148,29 @@ def test_of_two_best_evaluations_both_are_saved_and_stay(tmp_path):
 
 def test_without_keep_best_evaluations_save_nothing(tmp_path):
     assert evaluate_each_step(tmp_path, [3.0, 2.0, 1.0, 4.0], keep_best=0) == ([4], [4])
+
+
+def record_step(folder, rows, *, peak_flops=None, frozen=False):
+    """Train one step of 4 tokens, as if by a decoder; return its line of metrics.jsonl."""
+    model = torch.nn.Linear(1, 1).requires_grad_(not frozen)
+    optimizer = torch.optim.SGD(model.parameters())
+    logging = LoggingOptions(peak_flops=peak_flops)
+    with open_run(folder, timeouts=TIMEOUTS) as run:
+        state = run.resume(model, optimizer, model=make_decoder_config("tiny"), rows=rows)
+        with run.loop(state, model, optimizer, steps=1, replay=None, logging=logging) as loop:
+            metrics = {"loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "tokens": 3, "tokens_processed": 4}
+            loop.record(attrs.evolve(state, step=1), metrics, StepBatch([], Cursor(1)))
+    return lines(folder)[0]
+
+
+def test_a_step_has_the_share_of_the_peak_that_its_model_flops_are(tmp_path):
+    rows = PackedCorpus(make_corpus([[1, 2, 3], [4]]), pack_bins([3, 1], 4))
+    line = record_step(tmp_path / "cpu", rows, peak_flops=1e9)
+    flops = decoder_flops(make_decoder_config("tiny"), [3, 1])  # the means of 4 tokens, times 4
+    assert line["mfu"] == pytest.approx(flops / line["seconds"] / 1e9)
+    assert "mfu" not in record_step(tmp_path / "unknown peak", rows)
+    assert "mfu" not in record_step(tmp_path / "unknown rows", None, peak_flops=1e9)
+    assert "mfu" not in record_step(tmp_path / "frozen", rows, peak_flops=1e9, frozen=True)
 
 
 class Remembers(torch.optim.SGD):

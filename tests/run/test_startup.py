@@ -19,9 +19,10 @@ from threads import run_threads
 
 import trainkit as tk
 from trainkit import mesh
-from trainkit.mesh import meeting, open_gloo_axis, table
+from trainkit.mesh import rendezvous, rendezvous_store
+from trainkit.mesh.axes import open_gloo_axis
 from trainkit.mesh.launch import Launch
-from trainkit.mesh.table import Seat, find_trouble, missing_ranks
+from trainkit.mesh.rendezvous_store import Registration, find_trouble, missing_ranks
 from trainkit.run.startup import check_ranks_agree, find_difference, make_code_facts
 from trainkit.tools.testing import run_ranks
 from trainkit.types import SOLO, ConfigError, Layout, PeerError, PreemptedError, Share
@@ -115,15 +116,17 @@ def test_a_rank_with_another_seed_is_named_before_the_first_step(runs):
 
 @pytest.mark.case("E1", "L5")
 def test_who_is_asked_to_stop_does_not_wait_for_the_missing(monkeypatch):
-    monkeypatch.setattr(meeting, "_STOP_PATIENCE", 0.2)
+    monkeypatch.setattr(rendezvous, "_STOP_PATIENCE", 0.2)
     gate = threading.Event()
     with pytest.raises(PreemptedError, match=r"asked to stop \(SIGINT\), and not all") as caught:
-        meeting._run_with_timeout(gate.wait, 60.0, lambda: "SIGINT")
+        rendezvous._run_with_timeout(gate.wait, 60.0, lambda: "SIGINT")
     assert caught.value.code == 75
     gate.set()
-    assert meeting._run_with_timeout(gate.wait, 60.0, lambda: "SIGINT") is True  # all had come
+    assert rendezvous._run_with_timeout(gate.wait, 60.0, lambda: "SIGINT") is True  # all had come
     gate.clear()
-    assert meeting._run_with_timeout(gate.wait, 0.5) is None  # the control: nobody asks, time is up
+    assert (
+        rendezvous._run_with_timeout(gate.wait, 0.5) is None
+    )  # the control: nobody asks, time is up
     gate.set()
 
 
@@ -147,40 +150,44 @@ def web_server():
 @pytest.mark.case("L6")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_another_program_at_the_address_is_named_by_what_it_answers(rank, monkeypatch):
-    monkeypatch.setattr(meeting, "_STORE_GRACE", 0.2)
-    monkeypatch.setattr(meeting, "_PORT_GRACE", 0.2)
+    monkeypatch.setattr(rendezvous, "_STORE_GRACE", 0.2)
+    monkeypatch.setattr(rendezvous, "_PORT_GRACE", 0.2)
     begin, long = time.monotonic(), timedelta(minutes=10)
     with web_server() as port:
         launch = Launch(rank, 2, 0, address="127.0.0.1", port=port)
         with pytest.raises(ConfigError, match=r'another program.* answers "HTTP/1\.0 501'):
-            meeting.open_world(launch, "gloo", timeout=long, start_timeout=long)
+            rendezvous.open_world(launch, "gloo", timeout=long, start_timeout=long)
     assert time.monotonic() - begin < 60
 
 
 @pytest.mark.case("L5")
 def test_who_waits_says_for_whom(monkeypatch, capfd):
-    monkeypatch.setattr(table, "_REMINDER", 0.1)
+    monkeypatch.setattr(rendezvous_store, "_REMINDER", 0.1)
     store = dist.HashStore()
     launch = Launch(0, 3, 0, address="node7", port=29500)
-    table._open_table(store).add("seats", 1)
-    table._open_table(store).set("seat/1", '{"rank":2,"world":3,"host":"a","pid":7}')
+    rendezvous_store._open_entries(store).add("count", 1)
+    rendezvous_store._open_entries(store).set("rank/1", '{"rank":2,"world":3,"host":"a","pid":7}')
     with pytest.raises(PeerError, match="still waiting for rank 1 of 3"):
-        table.session_name(launch, store, time.monotonic() + 0.5)
+        rendezvous_store.session_name(launch, store, time.monotonic() + 0.5)
     said = capfd.readouterr().err.splitlines()
     assert 1 <= len(said) <= 5
     assert "rank 0 has been waiting for rank 1 of 3 for 0 s, at node7:29500" in said[0]
     nobody = Launch(1, 2, 0, address="127.0.0.1", port=free_port())
     with pytest.raises(PeerError, match="rank 1 of 2 was waiting for rank 0"):
-        meeting._wait_for_listener(nobody, time.monotonic() + 0.5)
+        rendezvous._wait_for_listener(nobody, time.monotonic() + 0.5)
     assert "rank 1 has been waiting for rank 0 of 2 for" in capfd.readouterr().err
 
 
 def test_who_is_missing_and_what_is_wrong():
-    seats = [Seat(rank, 4, "a", 10 + rank) for rank in (0, 3)]
+    seats = [Registration(rank, 4, "a", 10 + rank) for rank in (0, 3)]
     assert missing_ranks(seats, 4) == [1, 2]
     assert find_trouble(seats, 4) is None
-    assert find_trouble([*seats, Seat(3, 4, "b", 13)], 4).startswith("rank 3 has come twice")
-    assert find_trouble([Seat(0, 4, "a", 1), Seat(7, 8, "a", 2)], 4).startswith("rank 7 says")
+    assert find_trouble([*seats, Registration(3, 4, "b", 13)], 4).startswith(
+        "rank 3 has come twice"
+    )
+    assert find_trouble([Registration(0, 4, "a", 1), Registration(7, 8, "a", 2)], 4).startswith(
+        "rank 7 says"
+    )
 
 
 def decide(seed, axis):
@@ -278,10 +285,10 @@ def unanswered():
     with tk.parallel_session() as ps:
         if ps.world.index == 1:
             time.sleep(1)
-            meeting.first_words([ps.world.group], ps.device, seconds=30)  # 0 has given it up
+            rendezvous.first_words([ps.world.group], ps.device, seconds=30)  # 0 has given it up
             return "slept"
         try:
-            meeting.first_words([ps.world.group], ps.device, seconds=0.3)
+            rendezvous.first_words([ps.world.group], ps.device, seconds=0.3)
         except PeerError as error:
             return str(error)
     return "answered"
@@ -323,16 +330,16 @@ def test_a_group_is_tried_on_every_device_that_it_will_serve(monkeypatch):
             raise RuntimeError("NCCL error in: socket.cc\nconnect timed out")
         return 2.0
 
-    monkeypatch.setattr(meeting, "_sum_ones", answer)
-    meeting.first_words([both], cpu, seconds=5)
+    monkeypatch.setattr(rendezvous, "_sum_ones", answer)
+    rendezvous.first_words([both], cpu, seconds=5)
     assert tried == [(both, cpu)]
     with pytest.raises(PeerError, match=r"over nccl: NCCL error in: socket\.cc") as caught:
-        meeting.first_words([both], torch.device("cuda", 1), seconds=5)
+        rendezvous.first_words([both], torch.device("cuda", 1), seconds=5)
     assert tried[1:] == [(both, cpu), (both, torch.device("cuda", 1))]
     assert "NCCL_SOCKET_IFNAME" in caught.value.hint
-    monkeypatch.setattr(meeting, "_sum_ones", lambda *_: 3.0)
+    monkeypatch.setattr(rendezvous, "_sum_ones", lambda *_: 3.0)
     with pytest.raises(PeerError, match="their sum of ones is 3"):
-        meeting.first_words([both], cpu, seconds=5)
+        rendezvous.first_words([both], cpu, seconds=5)
 
 
 @pytest.mark.usefixtures("stand_ins")

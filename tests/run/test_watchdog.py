@@ -288,7 +288,7 @@ def test_a_run_whose_directory_is_another_runs_by_now_ends(tmp_path, monkeypatch
         if len(calls) == 3:
             raise ConfigError("lock_run: run is in use by process 7 on a")
 
-    with watch_ranks(tmp_path, solo_parallel().world, hold=hold):
+    with watch_ranks(tmp_path, solo_parallel().world, renew_lock=hold):
         assert soon(lambda: ended)
     assert (ended[0].code, "in use by process 7 on a" in str(ended[0])) == (74, True)
 
@@ -296,15 +296,15 @@ def test_a_run_whose_directory_is_another_runs_by_now_ends(tmp_path, monkeypatch
 def watch_of(run_dir, **options):
     """Return the records of one rank whose thread has not been started."""
     team = watchdog._join(run_dir, solo_parallel().world)
-    given = {
-        "asked": lambda: None,
-        "grace": None,
-        "hold": lambda: None,
-        "written": None,
-        "log": lambda _: None,
-        "is_there": lambda: True,
-    }
-    return watchdog._make_watch(team, watchdog._Options(**given | options), allow=600.0)
+    defaults = watchdog._Options(
+        stop_reason=lambda: None,
+        grace=None,
+        renew_lock=lambda: None,
+        count_written=None,
+        log=lambda _: None,
+        is_there=lambda: True,
+    )
+    return watchdog._make_watch(team, attrs.evolve(defaults, **options), allow=600.0)
 
 
 def with_a_peer(rank, sighting):
@@ -356,7 +356,7 @@ def test_a_rank_in_a_unit_of_fsdp_says_so():
 def stopping(tmp_path, monkeypatch):
     """Return (a rank that is asked to stop, how it ends, what it warns of)."""
     ended, warned = [], []
-    rank = watch_of(tmp_path, asked=lambda: "SIGTERM", log=warned.append)
+    rank = watch_of(tmp_path, stop_reason=lambda: "SIGTERM", log=warned.append)
     monkeypatch.setattr(watchdog, "_end", lambda _, error: ended.append(error))
 
     def after(seconds, grace=None, sighting=None):
@@ -459,7 +459,7 @@ def test_a_disk_that_hangs_the_watch_does_not_keep_last_words(tmp_path, monkeypa
     codes, hung = [], threading.Event()
     monkeypatch.setattr(watchdog.os, "_exit", codes.append)
     monkeypatch.setattr(watchdog, "_SECOND", 0.01)
-    rank = watch_of(tmp_path, grace=0.5, asked=lambda: "SIGTERM")
+    rank = watch_of(tmp_path, grace=0.5, stop_reason=lambda: "SIGTERM")
     stop = threading.Event()
     guard = (rank, stop)
     watching = threading.Thread(target=watchdog._guard_the_watch, args=guard)
@@ -570,7 +570,9 @@ def test_an_error_in_the_watch_itself_ends_nothing_and_is_warned_of_once(tmp_pat
     for name in ("_look_around", "_warn_of_stragglers"):
         monkeypatch.setattr(watchdog, name, broken)
     monkeypatch.setattr(watchdog, "_TICK", 0.01)
-    with watch_ranks(tmp_path, solo_parallel().world, asked=broken, log=warned.append) as phase:
+    with watch_ranks(
+        tmp_path, solo_parallel().world, stop_reason=broken, log=warned.append
+    ) as phase:
         phase("step 1")
         session = session_of(tmp_path / "ranks")
         assert soon(lambda: warned and read_beat(tmp_path / "ranks", 0, session).count > 9)
@@ -578,7 +580,7 @@ def test_an_error_in_the_watch_itself_ends_nothing_and_is_warned_of_once(tmp_pat
     assert "went wrong in the watch itself, which goes on: KeyError" in warned[0]
     monkeypatch.setattr(watchdog, "describe_stack", broken)
     # Not even a warning gets out.
-    with watch_ranks(tmp_path, solo_parallel().world, asked=broken, log=broken):
+    with watch_ranks(tmp_path, solo_parallel().world, stop_reason=broken, log=broken):
         session = session_of(tmp_path / "ranks")
         assert soon(lambda: read_beat(tmp_path / "ranks", 0, session).count > 9)
     assert read_beat(tmp_path / "ranks", 0, session).state == "ended"

@@ -101,7 +101,7 @@ def main():
         def asked():
             return "SIGTERM" if FAULT == "term" and time.monotonic() > started + 2 else None
 
-        with watch_ranks(FOLDER, ps.world, asked=asked, allow=60, grace=3) as phase:
+        with watch_ranks(FOLDER, ps.world, stop_reason=asked, allow=60, grace=3) as phase:
             train(ps, phase)
     return 0
 

@@ -8,8 +8,7 @@ and `ulysses` attend over rows of which each rank holds a part.
 
 from __future__ import annotations
 
-from trainkit.attention.blocks import BlockKernel, BlockSpans, choose_block_kernel, merge_lse
-from trainkit.attention.choose import Chosen, choose_kernel
+from trainkit.attention.choose import choose_kernel
 from trainkit.attention.flex import flex
 from trainkit.attention.ring import ring
 from trainkit.attention.sdpa import sdpa
@@ -17,13 +16,8 @@ from trainkit.attention.ulysses import ulysses
 from trainkit.attention.varlen import varlen
 
 __all__ = [
-    "BlockKernel",
-    "BlockSpans",
-    "Chosen",
-    "choose_block_kernel",
     "choose_kernel",
     "flex",
-    "merge_lse",
     "ring",
     "sdpa",
     "ulysses",

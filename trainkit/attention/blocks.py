@@ -1,9 +1,9 @@
-"""Attention of one block of queries to one block of keys, with what is needed to merge blocks.
+"""Attention of one block of queries to one block of keys, and the merging of blocks.
 
-A softmax over many keys can be had from softmaxes over parts of them: each part gives its result
-and the log-sum-exp of its scores, and `merge_lse` weighs the parts by these (Milakov and
-Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022).
-A `BlockKernel` computes one such part, forward and backward; `ring` puts them together.
+A softmax over many keys can be computed from softmaxes over parts of them: `merge_lse` weights the
+results of the parts by the log-sum-exp of their scores (Milakov and Gimelshein, "Online normalizer
+calculation for softmax", 2018; Dao et al., "FlashAttention", 2022). A `BlockKernel` computes one
+such part, forward and backward; `ring` merges them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,26 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainkit.attention.inputs import of_one_size
+from trainkit.attention.inputs import pad_heads
 from trainkit.types import Spans
 
 
 @attrs.frozen(eq=False)
 class BlockSpans:
-    """Which keys a block of queries sees: in each document all, or (`causal`) none after itself.
+    """The keys that a block of queries attends to: those of its document, causally or all of them.
 
-    Queries and keys have as many documents; with `causal` they have the same spans. Scores are
-    multiplied by `scale`, and then kept between -`softcap` and `softcap` by tanh. With a `window` a
-    query sees only keys that are fewer tokens before it; `chunks` says for that which of the equal
-    chunks of a document the queries are, and the keys, in rising order.
+    Queries and keys have the same number of documents, and with `causal` the same spans.
+
+    Attributes:
+        queries: The documents of the queries.
+        keys: The documents of the keys.
+        causal: Whether a query attends to no key after itself.
+        scale: The factor of scores.
+        window: The number of keys that a query attends to at most, counted back from itself in the
+            full document.
+        softcap: c, where a score s becomes c * tanh(s / c).
+        chunks: The indices, in rising order, of the equal chunks of a document that the queries
+            are, and the keys. Only a window depends on them.
     """
 
     queries: Spans
@@ -41,7 +49,7 @@ class BlockSpans:
 
     @property
     def plain(self) -> bool:
-        """Whether there is neither a window nor a soft cap."""
+        """Whether there is no window and no soft cap."""
         return self.window is None and self.softcap is None
 
 
@@ -54,14 +62,14 @@ OutLse = tuple[Tensor, Tensor]
 
 @attrs.frozen
 class BlockKernel:
-    """How one block is computed.
+    """The computation of one block.
 
     Attributes:
         forward: From q, k and v to the result over these keys alone.
         backward: From the gradient of the output, q, k and v, and the result over *all* keys, to
             this block's part of the gradients. The weights of the block are exp(scores - lse), so
-            what other blocks hold needs no second look.
-        plain_only: Whether it knows neither windows nor soft caps; `matmul` takes its place there.
+            the other blocks are not needed.
+        plain_only: Whether it supports no windows and no soft caps; `matmul` replaces it there.
     """
 
     forward: Callable[[QueryKeyValue, BlockSpans], OutLse]
@@ -90,7 +98,7 @@ def merge_lse(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Out
         (tensor([[0., 0.]]), tensor([-inf]))
     """
     lse = torch.logaddexp(lse_a, lse_b)
-    # -inf - -inf is NaN: where nothing can be seen at all, any finite number will do.
+    # -inf - -inf is NaN. Where no key is visible, both weights are exp(-inf) = 0 with base 0.
     base = lse.masked_fill(lse == -torch.inf, 0.0)
     weight_a, weight_b = (torch.exp(x - base).unsqueeze(-1) for x in (lse_a, lse_b))
     return out_a * weight_a + out_b * weight_b, lse
@@ -109,9 +117,9 @@ def choose_block_kernel(q: Tensor) -> BlockKernel:
 
 
 def flash_takes(q: Tensor) -> bool:
-    """Say whether CUDA's flash kernel for packed documents takes tensors like this one.
+    """Return whether CUDA's flash kernel for packed documents takes tensors like this one.
 
-    It wants fp16 or bf16, a head size that is a multiple of 8 and at most 256, and Ampere or later.
+    It needs fp16 or bf16, a head size that is a multiple of 8 and at most 256, and Ampere or later.
 
     Examples:
         >>> flash_takes(torch.ones(4, 2, 8))
@@ -119,20 +127,20 @@ def flash_takes(q: Tensor) -> bool:
     """
     if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
         return False
-    known_size = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return known_size and torch.cuda.get_device_properties(q.device).major >= 8
+    can_take_size = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return can_take_size and torch.cuda.get_device_properties(q.device).major >= 8
 
 
-def in_order(x: Tensor) -> Tensor:
-    """Return `[T, H, D]` whose last dimension lies in order, as the operators below assume.
+def make_last_dim_dense(x: Tensor) -> Tensor:
+    """Return `[T, H, D]` with a stride of 1 in the last dimension, as the operators below assume.
 
-    Torch's own front sees to it. The operator for CPUs reads on regardless, and is wrong.
+    Torch's public functions ensure it. Called directly, the operator for CPUs gives wrong results.
     """
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _without_zeros(gradients: Iterable[Tensor], qkv: QueryKeyValue) -> QueryKeyValue:
-    """Return the gradients of what was there before `of_one_size`."""
+def _remove_padding(gradients: Iterable[Tensor], qkv: QueryKeyValue) -> QueryKeyValue:
+    """Undo `pad_heads` in the gradients of q, k and v."""
     d_q, d_k, d_v = (x[..., : y.shape[-1]] for x, y in zip(gradients, qkv, strict=True))
     return d_q, d_k, d_v
 
@@ -140,17 +148,17 @@ def _without_zeros(gradients: Iterable[Tensor], qkv: QueryKeyValue) -> QueryKeyV
 # ------------------------------------------------------------------------------- torch on the CPU
 
 
-def _documents(x: Tensor, spans: Spans) -> list[Tensor]:
-    """Cut `[T, H, ...]` into documents `[n, H, L, ...]`: one batch of them if all are as long."""
-    x = in_order(x) if x.ndim == 3 else x
+def _split_documents(x: Tensor, spans: Spans) -> list[Tensor]:
+    """Split `[T, H, ...]` into documents `[n, H, L, ...]`, n > 1 if all have one length."""
+    x = make_last_dim_dense(x) if x.ndim == 3 else x
     lengths = spans.lengths.tolist()
     if min(lengths) == max(lengths):
         return [x.unflatten(0, (len(lengths), -1)).transpose(1, 2)]
     return [part.transpose(0, 1).unsqueeze(0) for part in x.split(lengths)]
 
 
-def _joined(documents: Iterable[Tensor]) -> Tensor:
-    """Undo `_documents`."""
+def _concat_documents(documents: Iterable[Tensor]) -> Tensor:
+    """Undo `_split_documents`."""
     parts = [document.transpose(1, 2).flatten(0, 1) for document in documents]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -158,10 +166,10 @@ def _joined(documents: Iterable[Tensor]) -> Tensor:
 def _cpu_forward(qkv: QueryKeyValue, block: BlockSpans) -> OutLse:
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001 (the one that gives the lse)
     spans = block.queries, block.keys, block.keys
-    documents = zip(*map(_documents, of_one_size(*qkv), spans), strict=True)
+    documents = zip(*map(_split_documents, pad_heads(*qkv), spans), strict=True)
     parts = [op(*document, 0.0, block.causal, scale=block.scale) for document in documents]
-    out = _joined(out for out, _ in parts)
-    return out[..., : qkv[2].shape[-1]], _joined(lse for _, lse in parts)
+    out = _concat_documents(out for out, _ in parts)
+    return out[..., : qkv[2].shape[-1]], _concat_documents(lse for _, lse in parts)
 
 
 def _cpu_backward(
@@ -170,34 +178,39 @@ def _cpu_backward(
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default  # noqa: SLF001 (see _cpu_forward)
     spans = (block.queries, block.queries, block.keys, block.keys, block.queries, block.queries)
     out, lse = result
-    d_out, *others, out = of_one_size(d_out, *qkv, out)
-    documents = zip(*map(_documents, (d_out, *others, out, lse), spans), strict=True)
+    d_out, *padded, out = pad_heads(d_out, *qkv, out)
+    documents = zip(*map(_split_documents, (d_out, *padded, out, lse), spans), strict=True)
     parts = [op(*document, 0.0, block.causal, scale=block.scale) for document in documents]
-    return _without_zeros((_joined(column) for column in zip(*parts, strict=True)), qkv)
+    return _remove_padding(map(_concat_documents, zip(*parts, strict=True)), qkv)
 
 
 cpu_flash = BlockKernel(_cpu_forward, _cpu_backward)
 """torch's flash operator for CPUs, in fp64, fp32, bf16 and fp16; key heads are not repeated.
 
-Documents of one common length take one call, others a call each: putting the equal ones among them
-together was measured to save 10 us for a document of 8 tokens, and to lose from 64 on. The
-operator's mask is not used: it gives lse = 0 for a row that sees nothing.
+Documents of one common length take one call, others a call each. Batching the equal ones among them
+saves 10 us for a document of 8 tokens, and is slower from 64 tokens on (measured). The operator's
+mask is not used: it gives lse = 0 for a query without a visible key.
 """
 
 
 # ----------------------------------------------------------------------------------- torch on CUDA
 
 
-def _bounds(block: BlockSpans) -> tuple[Tensor, Tensor, int, int]:
+def _list_bounds(block: BlockSpans) -> tuple[Tensor, Tensor, int, int]:
     queries, keys = block.queries, block.keys
     return queries.cu_seqlens, keys.cu_seqlens, queries.max_length, keys.max_length
 
 
 def _cuda_forward(qkv: QueryKeyValue, block: BlockSpans) -> OutLse:
     op = torch.ops.aten._flash_attention_forward.default  # noqa: SLF001 (as torch's varlen_attn)
-    options = {"return_debug_mask": False, "scale": block.scale}
-    known = map(in_order, of_one_size(*qkv))
-    out, lse, *_ = op(*known, *_bounds(block), 0.0, block.causal, **options)
+    out, lse, *_ = op(
+        *map(make_last_dim_dense, pad_heads(*qkv)),
+        *_list_bounds(block),
+        0.0,  # dropout
+        block.causal,
+        return_debug_mask=False,
+        scale=block.scale,
+    )
     return out[..., : qkv[2].shape[-1]], lse.transpose(0, 1)
 
 
@@ -206,118 +219,123 @@ def _cuda_backward(
 ) -> QueryKeyValue:
     op = torch.ops.aten._flash_attention_backward.default  # noqa: SLF001 (as torch's varlen_attn)
     out, lse = result
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=out.device), out.new_empty(0)
-    known = *map(in_order, of_one_size(d_out, *qkv, out)), lse.transpose(0, 1).contiguous()
-    whole = op(*known, *_bounds(block), 0.0, block.causal, *no_dropout, scale=block.scale)
-    return _without_zeros(whole, qkv)
+    gradients = op(
+        *map(make_last_dim_dense, pad_heads(d_out, *qkv, out)),
+        lse.transpose(0, 1).contiguous(),
+        *_list_bounds(block),
+        0.0,  # dropout, hence no random state
+        block.causal,
+        torch.zeros(2, dtype=torch.uint64, device=out.device),
+        out.new_empty(0),
+        scale=block.scale,
+    )
+    return _remove_padding(gradients, qkv)
 
 
 cuda_flash = BlockKernel(_cuda_forward, _cuda_backward)
 """torch's flash operators for packed documents, in fp16 and bf16 on CUDA.
 
-They have so far been checked against their schemas and their use by torch's `varlen_attn` only, and
-never been run.
+They have been checked against their schemas and their use by torch's `varlen_attn` only, and never
+been run.
 """
 
 
 # ------------------------------------------------------------------------------------- written out
 
-_SCORES = 1 << 26
-"""How many scores are in memory at once: 256 MiB in fp32. Fewer queries at a time keep to it."""
+_MAX_SCORES = 1 << 26
+"""The number of scores in memory at once: 256 MiB in fp32. It bounds the queries of a chunk."""
 
 
-def _wide_documents(x: Tensor, spans: Spans) -> Iterator[Tensor]:
-    wide = x if x.dtype == torch.float64 else x.float()
-    return iter(wide.split(spans.lengths.tolist()))
+def _split_in_fp32(x: Tensor, spans: Spans) -> Iterator[Tensor]:
+    x = x if x.dtype == torch.float64 else x.float()
+    return iter(x.split(spans.lengths.tolist()))
 
 
 @attrs.frozen(eq=False)
 class _Chunk:
-    """Some queries of a document, the keys that any of them sees, and which each does not see."""
+    """Some queries of a document, the keys that any of them sees, and a mask of hidden keys."""
 
-    rows: slice
-    seen: slice
+    queries: slice
+    keys: slice
     hidden: Tensor | None
 
 
-def _chunks(q: Tensor, k: Tensor, block: BlockSpans) -> Iterator[_Chunk]:
-    """Yield all queries of a document in turn."""
-    wide = len(k) if block.window is None else min(len(k), 2 * block.window)
-    size = max(_SCORES // (q.shape[1] * max(wide, 1)), 16)
+def _split_queries(q: Tensor, k: Tensor, block: BlockSpans) -> Iterator[_Chunk]:
+    """Yield chunks of the queries of a document, in order."""
+    num_keys = len(k) if block.window is None else min(len(k), 2 * block.window)
+    size = max(_MAX_SCORES // (q.shape[1] * max(num_keys, 1)), 16)
     if block.window is None:
         for first in range(0, len(q), size):
-            rows = slice(first, min(first + size, len(q)))
-            seen = slice(0, rows.stop if block.causal else len(k))
-            yield _Chunk(rows, seen, _later(rows, seen, q.device) if block.causal else None)
+            queries = slice(first, min(first + size, len(q)))
+            if not block.causal:
+                yield _Chunk(queries, slice(0, len(k)), None)
+                continue
+            # The last key is that of the last query, so the diagonal ends in the lower right.
+            rows, columns = queries.stop - first, queries.stop
+            hidden = torch.ones(rows, columns, dtype=torch.bool, device=q.device)
+            yield _Chunk(queries, slice(0, columns), hidden.triu(columns - rows + 1))
         return
-    of_q, of_k = (_Places(len(x), own) for x, own in zip((q, k), block.chunks, strict=True))
+    q_positions = _Positions(len(q), block.chunks[0])
+    k_positions = _Positions(len(k), block.chunks[1])
     size = min(size, max(block.window, 16))
     for first in range(0, len(q), size):
-        rows = slice(first, min(first + size, len(q)))
-        seen = slice(
-            of_k.before(of_q.at(first) - block.window), of_k.before(of_q.at(rows.stop - 1))
+        queries = slice(first, min(first + size, len(q)))
+        keys = slice(
+            k_positions.count_until(q_positions.get(first) - block.window),
+            k_positions.count_until(q_positions.get(queries.stop - 1)),
         )
-        before = of_q.on(q.device, rows).unsqueeze(-1) - of_k.on(q.device, seen)
-        yield _Chunk(rows, seen, (before < 0) | (before >= block.window))
-
-
-def _later(rows: slice, seen: slice, device: torch.device) -> Tensor:
-    """Return which keys come after each query; the last key seen is that of the last query."""
-    queries, keys = rows.stop - rows.start, seen.stop - seen.start
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).triu(keys - queries + 1)
+        distance = q_positions.make_tensor(q.device)[queries, None]
+        distance = distance - k_positions.make_tensor(q.device)[keys]
+        yield _Chunk(queries, keys, (distance < 0) | (distance >= block.window))
 
 
 @attrs.frozen
-class _Places:
-    """Where in its document each of `length` tokens is, which are some of its equal chunks."""
+class _Positions:
+    """The positions in their document of `length` tokens, which are some of its equal chunks."""
 
     length: int
     chunks: Sequence[int]
 
     @property
-    def size(self) -> int:
+    def chunk_length(self) -> int:
         return self.length // len(self.chunks)
 
-    def at(self, index: int) -> int:
-        chunk, rest = divmod(index, self.size)
-        return self.chunks[chunk] * self.size + rest
+    def get(self, index: int) -> int:
+        chunk, offset = divmod(index, self.chunk_length)
+        return self.chunks[chunk] * self.chunk_length + offset
 
-    def before(self, place: int) -> int:
-        """Return how many of the tokens are at a place or before it."""
-        return sum(min(max(place + 1 - chunk * self.size, 0), self.size) for chunk in self.chunks)
+    def count_until(self, position: int) -> int:
+        """Return the number of tokens at or before a position."""
+        size = self.chunk_length
+        return sum(min(max(position + 1 - chunk * size, 0), size) for chunk in self.chunks)
 
-    def on(self, device: torch.device, part: slice) -> Tensor:
-        """Return the places of a part of the tokens, made on the device."""
-        starts = [chunk * self.size for chunk in self.chunks]
-        parts = [torch.arange(first, first + self.size, device=device) for first in starts]
-        return torch.cat(parts)[part]
+    def make_tensor(self, device: torch.device) -> Tensor:
+        """Return all positions, made on the device, since an upload would wait for it."""
+        starts = [chunk * self.chunk_length for chunk in self.chunks]
+        return torch.cat([torch.arange(x, x + self.chunk_length, device=device) for x in starts])
 
 
-def _scores(q: Tensor, k: Tensor, block: BlockSpans, chunk: _Chunk) -> Tensor:
+def _compute_scores(q: Tensor, k: Tensor, block: BlockSpans, chunk: _Chunk) -> Tensor:
     """Return the scores `[K, G, L, M]` of a chunk, for G query heads per key head."""
-    queries = rearrange(q[chunk.rows], "l (k g) d -> k g l d", k=k.shape[1])
-    scores = torch.einsum("kgld,mkd->kglm", queries, k[chunk.seen]) * block.scale
+    queries = rearrange(q[chunk.queries], "l (k g) d -> k g l d", k=k.shape[1])
+    scores = torch.einsum("kgld,mkd->kglm", queries, k[chunk.keys]) * block.scale
     if block.softcap is not None:
         scores.div_(block.softcap).tanh_().mul_(block.softcap)
     return scores if chunk.hidden is None else scores.masked_fill_(chunk.hidden, -torch.inf)
 
 
-def _weights(scores: Tensor, lse: Tensor, block: BlockSpans) -> Tensor:
-    """Return the softmax of scores; beyond all windows of a block a query has none."""
-    if block.window is None:
-        return scores.softmax(-1)
-    return (scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp_()
-
-
 def _matmul_forward(qkv: QueryKeyValue, block: BlockSpans) -> OutLse:
     outs, lses = list[Tensor](), list[Tensor]()
     spans = block.queries, block.keys, block.keys
-    for q, k, v in zip(*map(_wide_documents, qkv, spans), strict=True):
-        for chunk in _chunks(q, k, block):
-            scores = _scores(q, k, block, chunk)
+    for q, k, v in zip(*map(_split_in_fp32, qkv, spans), strict=True):
+        for chunk in _split_queries(q, k, block):
+            scores = _compute_scores(q, k, block, chunk)
             lse = scores.logsumexp(-1)
-            weights = _weights(scores, lse, block)
-            outs.append(torch.einsum("kglm,mkd->lkgd", weights, v[chunk.seen]).flatten(1, 2))
+            if block.window is None:
+                weights = scores.softmax(-1)
+            else:  # a query may see none of these keys, where softmax would give NaN
+                weights = (scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp_()
+            outs.append(torch.einsum("kglm,mkd->lkgd", weights, v[chunk.keys]).flatten(1, 2))
             lses.append(rearrange(lse, "k g l -> l (k g)"))
     return torch.cat(outs).to(qkv[0].dtype), torch.cat(lses)
 
@@ -326,7 +344,7 @@ def _matmul_backward(
     d_out: Tensor, qkv: QueryKeyValue, result: OutLse, block: BlockSpans
 ) -> QueryKeyValue:
     spans = (block.queries, block.queries, block.keys, block.keys, block.queries, block.queries)
-    columns = map(_wide_documents, (d_out, *qkv, *result), spans)
+    columns = map(_split_in_fp32, (d_out, *qkv, *result), spans)
     parts = [
         _document_backward(d_rows, (q, k, v), (out, lse), block)
         for d_rows, q, k, v, out, lse in zip(*columns, strict=True)
@@ -338,31 +356,33 @@ def _matmul_backward(
 def _document_backward(
     d_out: Tensor, qkv: QueryKeyValue, result: OutLse, block: BlockSpans
 ) -> QueryKeyValue:
+    # With weights P = exp(S - lse) and dP = dO Vᵀ: dS = P (dP - rowsum(dO O)), so that no sum over
+    # all keys is needed (Dao et al., 2022, algorithm 4).
     (q, k, v), (out, lse) = qkv, result
-    means, bases = (d_out * out).sum(-1, keepdim=True), lse.unsqueeze(-1)
+    row_sums, bases = (d_out * out).sum(-1, keepdim=True), lse.unsqueeze(-1)
     d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for chunk in _chunks(q, k, block):
-        rows, seen = chunk.rows, chunk.seen
-        q_, d_out_, means_, bases_ = (
+    for chunk in _split_queries(q, k, block):
+        rows, keys = chunk.queries, chunk.keys
+        q_, d_out_, row_sums_, bases_ = (
             rearrange(x[rows], "l (k g) d -> k g l d", k=k.shape[1])
-            for x in (q, d_out, means, bases)
+            for x in (q, d_out, row_sums, bases)
         )
-        scores = _scores(q, k, block, chunk)
+        scores = _compute_scores(q, k, block, chunk)
         slope = None
-        if block.softcap is not None:  # the derivative of tanh, 0 for what is hidden
+        if block.softcap is not None:  # the derivative of tanh, 0 for hidden keys
             slope = 1 - scores.div(block.softcap).clamp_(min=-1).square_()
         weights = scores.sub_(bases_).exp_()
-        d_v[seen] += torch.einsum("kglm,kgld->mkd", weights, d_out_)
-        d_weights = torch.einsum("kgld,mkd->kglm", d_out_, v[seen])
-        d_scores = d_weights.sub_(means_).mul_(weights).mul_(block.scale)
+        d_v[keys] += torch.einsum("kglm,kgld->mkd", weights, d_out_)
+        d_weights = torch.einsum("kgld,mkd->kglm", d_out_, v[keys])
+        d_scores = d_weights.sub_(row_sums_).mul_(weights).mul_(block.scale)
         d_scores = d_scores if slope is None else d_scores.mul_(slope)
-        d_q[rows] = torch.einsum("kglm,mkd->lkgd", d_scores, k[seen]).flatten(1, 2)
-        d_k[seen] += torch.einsum("kglm,kgld->mkd", d_scores, q_)
+        d_q[rows] = torch.einsum("kglm,mkd->lkgd", d_scores, k[keys]).flatten(1, 2)
+        d_k[keys] += torch.einsum("kglm,kgld->mkd", d_scores, q_)
     return d_q, d_k, d_v
 
 
 matmul = BlockKernel(_matmul_forward, _matmul_backward, plain_only=False)
-"""Attention written out, some queries at a time: any device and dtype, windows and soft caps."""
+"""Matrix products, for a chunk of queries at a time: any device and dtype, windows, soft caps."""
 
 
 class _WrittenOut(torch.autograd.Function):
@@ -394,7 +414,7 @@ def written_out(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return causal attention inside each span by `matmul`: in linear memory, without a kernel.
+    """Return causal attention inside each span by `matmul`, in memory linear in the tokens.
 
     Arguments and result are those of `sdpa`.
 

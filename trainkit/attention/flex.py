@@ -9,22 +9,22 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from trainkit.attention.inputs import check_inputs, of_one_size
+from trainkit.attention.inputs import check_inputs, pad_heads
+from trainkit.attention.untraced import untraced
 from trainkit.types import Attend, Spans
 
 BLOCK = 128
-"""Tokens of a block, the least unit that the kernel leaves out."""
+"""The tokens of a block, the smallest unit that the kernel skips."""
 
 
 def flex() -> Attend:
-    """Return attention by torch's `flex_attention`, compiled where it is a kernel.
+    """Return attention by torch's `flex_attention`, which is one compiled kernel on CUDA.
 
-    Blocks of queries and keys that see nothing of each other are left out, so the cost is that of
-    the documents and windows. Which these are is computed on the device, once for all layers of a
-    batch that share this function: the answers go with the `Spans`. Off CUDA it is the plain form
-    that torch has for looking at, with all scores in memory, and on a CPU without gradients (torch
-    2.13 refuses them). Its kernel has so far been checked by signature only, and never been run on
-    a GPU.
+    Blocks of queries and keys without a visible pair are skipped, so the cost is that of the
+    documents and windows. The mask of blocks is computed on the device, once per batch for all
+    layers that share this function: it is cached by the `Spans`. On other devices torch has only a
+    reference implementation, with all scores in memory, and on a CPU without gradients (torch
+    2.13). The kernel has been checked by signature only, and never been run on a GPU.
 
     Returns:
         An `Attend`, equal to `sdpa` up to rounding.
@@ -37,45 +37,52 @@ def flex() -> Attend:
         >>> from trainkit.models import Decoder, make_decoder_config
         >>> model = Decoder(make_decoder_config("tiny", vocab_size=256), attend=flex())
     """
-    known: WeakKeyDictionary[Spans, dict[int | None, Any]] = WeakKeyDictionary()
+    masks_of_spans: WeakKeyDictionary[Spans, dict[int | None, Any]] = WeakKeyDictionary()
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, **how: Any) -> Tensor:
-        q, k, v, scale = check_inputs(q, k, v, spans=spans, **how)
-        masks, window = known.setdefault(spans, {}), how.get("window")
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        spans: Spans,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        q, k, v, scale = check_inputs(
+            q, k, v, spans=spans, scale=scale, window=window, softcap=softcap
+        )
+        masks = masks_of_spans.setdefault(spans, {})
         if window not in masks:
             masks[window] = block_mask(spans, q.shape[0] * q.shape[1], window=window)
         # One row of all tokens, heads first.
-        q_, k_, v_ = (x.flatten(0, 1).transpose(0, 1)[None] for x in of_one_size(q, k, v))
+        q_, k_, v_ = (x.flatten(0, 1).transpose(0, 1)[None] for x in pad_heads(q, k, v))
         out = _attention(compiled=q.is_cuda)(
             q_,
             k_,
             v_,
-            score_mod=_capped(how.get("softcap")),
+            score_mod=_make_softcap(softcap),
             block_mask=masks[window],
             scale=scale,
             enable_gqa=q.shape[2] != k.shape[2],
         )
         return out[0].transpose(0, 1).unflatten(0, q.shape[:2])[..., : v.shape[3]]
 
-    def run(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, **how: Any) -> Tensor:
-        if torch.compiler.is_compiling():  # this frame alone: the kernel is compiled all the same
-            return torch.compiler.disable(attend, recursive=False)(q, k, v, spans=spans, **how)
-        return attend(q, k, v, spans=spans, **how)
-
-    return run
+    return untraced(attend, recursive=False)  # the kernel itself is compiled all the same
 
 
 @cache
 def _attention(*, compiled: bool) -> Any:
     from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415 -- 1 s to import
 
-    # Static: torch 2.13 fails on a second soft cap that it would take for a variable.
+    # Static shapes: with dynamic ones torch 2.13 fails on a second soft cap, as it makes the number
+    # a variable.
     return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
 
 
 @cache
-def _capped(softcap: float | None) -> Any:
-    """Return what becomes of a score."""
+def _make_softcap(softcap: float | None) -> Any:
+    # Cached: a new function would be compiled again.
     if softcap is None:
         return None
 
@@ -88,13 +95,13 @@ def _capped(softcap: float | None) -> Any:
 def block_mask(spans: Spans, tokens: int, *, window: int | None = None) -> Any:
     """Return torch's `BlockMask` of causal attention inside each span, without a host sync.
 
-    What `create_block_mask` finds by looking at every pair of tokens follows here from two tokens
-    of each block, as the first key that a query sees never moves back.
+    `create_block_mask` evaluates every pair of tokens. Here the first and the last token of each
+    block are enough, because the first key that a query sees never decreases.
 
     Args:
         spans: The documents.
-        tokens: How many tokens they hold.
-        window: How many keys a query sees at most, itself among them.
+        tokens: The number of their tokens.
+        window: The number of keys that a query attends to at most, including its own.
 
     Examples:
         >>> from trainkit.batch import spans_from_rows
@@ -108,21 +115,26 @@ def block_mask(spans: Spans, tokens: int, *, window: int | None = None) -> Any:
     first_key = ends[torch.searchsorted(ends, token, right=True) - 1]
     if window is not None:
         first_key = torch.maximum(first_key, token - (window - 1))
-    begins = token[::BLOCK]
-    lasts = (begins + (BLOCK - 1)).clamp(max=tokens - 1)
-    keys, lowest, highest = begins[None], first_key[::BLOCK, None], first_key[lasts][:, None]
-    seen = (keys <= begins[:, None]) & (keys + BLOCK > lowest)
-    whole = seen & (keys < begins[:, None]) & (keys >= highest)
+    # Rows are blocks of queries, columns blocks of keys, each by its first token.
+    queries, keys = token[::BLOCK, None], token[None, ::BLOCK]
+    last_queries = (queries + (BLOCK - 1)).clamp(max=tokens - 1)
+    is_visible = (keys <= queries) & (keys + BLOCK > first_key[queries])
+    # All keys of these blocks are visible to all queries, so the kernel needs no mask inside.
+    is_full = is_visible & (keys < queries) & (keys >= first_key[last_queries])
 
     def mask_mod(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (key >= first_key[query])
 
-    how: dict[str, Any] = {"BLOCK_SIZE": BLOCK, "seq_lengths": (tokens, tokens)}
-    parts = *_in_order(seen & ~whole), *_in_order(whole)
-    return BlockMask.from_kv_blocks(*parts, mask_mod=mask_mod, **how)
+    return BlockMask.from_kv_blocks(
+        *_list_blocks(is_visible & ~is_full),
+        *_list_blocks(is_full),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=mask_mod,
+        seq_lengths=(tokens, tokens),
+    )
 
 
-def _in_order(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many blocks of keys each block of queries has, and which, those first."""
+def _list_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of key blocks of each query block, and the indices of all, those first."""
     order = blocks.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.attention.blocks import written_out
-from trainkit.attention.inputs import check_inputs, of_one_size
+from trainkit.attention.inputs import check_inputs, pad_heads
 from trainkit.types import Spans
 
 
@@ -88,7 +88,7 @@ def _attend(
     if softcap is not None:
         return written_out(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap)
     if q.shape[3] != v.shape[3]:
-        q_, k_, v_ = of_one_size(q, k, v)
+        q_, k_, v_ = pad_heads(q, k, v)
         return _attend_documents(q_, k_, v_, spans=spans, scale=scale, window=window)[
             ..., : v.shape[3]
         ]

@@ -1,4 +1,4 @@
-"""Attention that torch.compile leaves alone: it communicates, or reads host integers."""
+"""Attention that `torch.compile` does not trace: it communicates, or reads host integers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ if TYPE_CHECKING:
     from trainkit.types import Attend, Spans
 
 
-def untraced(attend: Attend) -> Attend:
-    """Return the same attention, which `torch.compile` runs as it is (one graph break).
+def untraced(attend: Attend, *, recursive: bool = True) -> Attend:
+    """Return the same attention, which `torch.compile` does not trace (one graph break).
+
+    Args:
+        attend: An attention function.
+        recursive: Whether functions that it calls are not compiled either.
 
     Examples:
         >>> from trainkit.attention import sdpa
@@ -24,10 +28,12 @@ def untraced(attend: Attend) -> Attend:
         True
     """
 
-    def run(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, **how: Any) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, **options: Any) -> Tensor:
         if torch.compiler.is_compiling():
             # Applied here and not as a decorator: it imports torch._dynamo, 1.1 s (torch 2.13).
-            return torch.compiler.disable(attend)(q, k, v, spans=spans, **how)
-        return attend(q, k, v, spans=spans, **how)
+            return torch.compiler.disable(attend, recursive=recursive)(
+                q, k, v, spans=spans, **options
+            )
+        return attend(q, k, v, spans=spans, **options)
 
     return run

@@ -6,8 +6,8 @@ from functools import partial
 
 from torch import Tensor
 
-from trainkit.attention.blocks import flash_takes, in_order
-from trainkit.attention.inputs import check_inputs, of_one_size, wider
+from trainkit.attention.blocks import flash_takes, make_last_dim_dense
+from trainkit.attention.inputs import check_inputs, pad_heads, wider
 from trainkit.attention.sdpa import sdpa
 from trainkit.types import Spans
 
@@ -77,7 +77,7 @@ def flash_varlen(
         else:  # torch 2.11: the kernel wants one key head per query head
             groups = q.shape[2] // k.shape[2]
             k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
-    q_, k_, v_ = (in_order(x.flatten(0, 1)) for x in of_one_size(q, k, v))
+    q_, k_, v_ = (make_last_dim_dense(x.flatten(0, 1)) for x in pad_heads(q, k, v))
     out = varlen_attn(
         q_,
         k_,

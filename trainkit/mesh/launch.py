@@ -155,21 +155,21 @@ _version = cache(version)  # 10 ms for every session
 _OLDEST_TORCH = (2, 11)  # the oldest release that trainkit is tested with
 
 
-def require_torch() -> None:
+def check_torch_version() -> None:
     """Check that the installed torch is recent enough, before anything of it is used.
 
     Raises:
         ConfigError: It is older than the oldest release that trainkit is tested with.
 
     Examples:
-        >>> require_torch()
+        >>> check_torch_version()
     """
     found = _version("torch")
     numbers = re.match(r"([0-9]+)\.([0-9]+)", found)
     if numbers is None or (int(numbers[1]), int(numbers[2])) < _OLDEST_TORCH:
         oldest = ".".join(map(str, _OLDEST_TORCH))
         raise ConfigError(
-            f"require_torch: torch {found} is too old; trainkit needs {oldest} or newer, the "
+            f"check_torch_version: torch {found} is too old; trainkit needs {oldest} or newer, the "
             "oldest that its numbers are tested with",
             where="torch",
             got=found,

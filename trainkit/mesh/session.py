@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from trainkit.collectives import any_rank
 from trainkit.mesh import axes
-from trainkit.mesh.launch import Launch, read_launch, require_torch
-from trainkit.mesh.meeting import first_words, open_world
+from trainkit.mesh.launch import Launch, check_torch_version, read_launch
+from trainkit.mesh.rendezvous import first_words, open_world
 from trainkit.types import ConfigError, Layout, ParallelState
 
 
@@ -66,7 +66,7 @@ def parallel_session(
     *,
     timeout: timedelta = timedelta(minutes=10),
     start_timeout: timedelta = timedelta(minutes=10),
-    asked: Callable[[], str | None] = lambda: None,
+    stop_reason: Callable[[], str | None] = lambda: None,
     **fields: Any,
 ) -> Iterator[ParallelState]:
     """Open the process groups of a layout for the length of a `with` block.
@@ -81,8 +81,8 @@ def parallel_session(
         timeout: The timeout of collectives. With `run.watch_ranks` it may be long: the watch ends a
             hang earlier, and names the hung ranks.
         start_timeout: The timeout of the rendezvous.
-        asked: Returns the reason to stop this process, or None, as `run.trap_signals` yields it.
-            After a stop request it waits for missing ranks for at most 20 s.
+        stop_reason: Returns the reason to stop this process, or None, as `run.trap_signals` yields
+            it. After a stop request it waits for missing ranks for at most 20 s.
         **fields: Fields of `Layout`, which replace those of `layout`.
 
     Yields:
@@ -104,14 +104,20 @@ def parallel_session(
         1
     """
     existing = dist.is_available() and dist.is_initialized()
-    require_torch()
+    check_torch_version()
     launch = _find_launch()
     layout = attrs.evolve(layout or Layout(), **fields).over(launch.world)
     device = _get_local_device(launch)
     opened = not existing and launch.world > 1
     if opened:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        open_world(launch, backend, timeout=timeout, start_timeout=start_timeout, asked=asked)
+        open_world(
+            launch,
+            backend,
+            timeout=timeout,
+            start_timeout=start_timeout,
+            stop_reason=stop_reason,
+        )
     partitions = axes.partitions_of(layout)
     groups: dict[axes.Partition, dist.ProcessGroup] = {}
     try:

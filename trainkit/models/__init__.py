@@ -10,7 +10,6 @@ buffers but those of a router, which a step moves and a checkpoint holds.
 """
 
 from trainkit.models.call import (
-    CachedCall,
     RoutingTape,
     call_model,
     call_routed,
@@ -33,35 +32,26 @@ from trainkit.models.config import (
 )
 from trainkit.models.decoder import Decoder, build_decoder
 from trainkit.models.decoder_sizes import (
-    config_from_facts,
     list_decoder_sizes,
     make_decoder_config,
     pad_vocab_size,
 )
-from trainkit.models.dispatch import ep_combine, ep_dispatch, ep_dispatch_keys
 from trainkit.models.experts import (
     ExpertMlp,
     Router,
-    balance_loss_sum,
     grouped_linear,
-    update_expert_bias,
     update_routers_,
 )
 from trainkit.models.init_weights import init_weights
 from trainkit.models.kv_cache import KVCache
 from trainkit.models.layers import make_norm
 from trainkit.models.routers import (
-    Routing,
-    add_jitter,
-    apply_capacity,
-    expert_capacity,
     sigmoid_topk,
     softmax_topk,
 )
 from trainkit.models.upcycling import upcycle_weights
 
 __all__ = [
-    "CachedCall",
     "Decoder",
     "DecoderConfig",
     "ExpertMlp",
@@ -74,25 +64,16 @@ __all__ = [
     "LongRopeScaling",
     "Norms",
     "Router",
-    "Routing",
     "RoutingTape",
     "Sliding",
     "YarnScaling",
-    "add_jitter",
-    "apply_capacity",
-    "balance_loss_sum",
     "build_decoder",
     "call_model",
     "call_routed",
     "call_with_cache",
     "call_with_noise",
-    "config_from_facts",
     "count_active_parameters",
     "count_parameters",
-    "ep_combine",
-    "ep_dispatch",
-    "ep_dispatch_keys",
-    "expert_capacity",
     "grouped_linear",
     "init_weights",
     "list_decoder_sizes",
@@ -102,6 +83,5 @@ __all__ = [
     "sigmoid_topk",
     "softmax_topk",
     "upcycle_weights",
-    "update_expert_bias",
     "update_routers_",
 ]

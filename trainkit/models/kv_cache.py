@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.attention.inputs import in_one_dtype
+from trainkit.attention.inputs import match_dtypes
 from trainkit.attention.varlen import varlen
 from trainkit.types import Attend, Spans
 
@@ -91,7 +91,7 @@ def _attend(
     if torch.compiler.is_compiling():  # it writes to tensors that no graph knows
         how = {"spans": spans, "scale": scale, "window": window, "softcap": softcap}
         return torch.compiler.disable(_attend)(cache, layer, q, k, v, **how)
-    q, k, v = in_one_dtype(q, k, v)
+    q, k, v = match_dtypes(q, k, v)
     if cache.slots is not None:
         _write_prompts(cache, layer, k, v)
         return varlen(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap)

@@ -2,22 +2,17 @@
 
 from trainkit.optim.adamw import adamw
 from trainkit.optim.combine import combine_optimizers, use_averaged_parameters
-from trainkit.optim.elementwise import ElementwiseOptimizer
 from trainkit.optim.groups import decay_groups, split_by_pattern
-from trainkit.optim.muon import Muon, hidden_matrices, orthogonalize
+from trainkit.optim.muon import Muon, orthogonalize
 from trainkit.optim.offload import offload_optimizer_
 from trainkit.optim.rules import Lion, LowPrecisionAdamW, Momentum, ScheduleFree, SignSGD
 from trainkit.optim.table import (
-    OPTIMIZERS,
     make_optimizer,
     parse_groups,
     parse_options,
-    state_bytes,
 )
 
 __all__ = [
-    "OPTIMIZERS",
-    "ElementwiseOptimizer",
     "Lion",
     "LowPrecisionAdamW",
     "Momentum",
@@ -27,13 +22,11 @@ __all__ = [
     "adamw",
     "combine_optimizers",
     "decay_groups",
-    "hidden_matrices",
     "make_optimizer",
     "offload_optimizer_",
     "orthogonalize",
     "parse_groups",
     "parse_options",
     "split_by_pattern",
-    "state_bytes",
     "use_averaged_parameters",
 ]

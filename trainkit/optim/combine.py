@@ -1,4 +1,4 @@
-"""Several optimizers as one, a mean of what they move, and what is evaluated in its place."""
+"""Several optimizers as one, and an exponential moving average of what they step."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainkit.optim.storage import write_unless_skipped_
 from trainkit.parallel.grad_reduction import get_local
 from trainkit.types import check_range
 
 
-class Together(torch.optim.Optimizer):
+class CombinedOptimizer(torch.optim.Optimizer):
     """Several optimizers that step, save and load as one; see `combine_optimizers`."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer], mean: float | None) -> None:
-        """Take the parts, whose groups and state are those of the whole from now on."""
+        """Take over the groups and the state of the parts."""
         self.parts, self.mean = tuple(parts), mean
         for part in parts:
+            # A part that keeps a mean of its own (`ScheduleFree`) needs no second one.
+            has_mean = "mean" in getattr(part, "copies", ())
             for group in part.param_groups:
-                group |= {"optimizer": type(part).__name__, "mean": mean}
-                if "mean" in getattr(part, "copies", ()):
-                    group["mean"] = None
-                group.setdefault("param_names", [""] * len(group["params"]))  # all have, or none
+                group["optimizer"] = type(part).__name__
+                group["mean"] = None if has_mean else mean
+                # torch requires that all groups have names, or none.
+                group.setdefault("param_names", [""] * len(group["params"]))
         super().__init__([group for part in parts for group in part.param_groups], {})
         for part in parts:
             self.state.update(part.state)
@@ -37,54 +40,58 @@ class Together(torch.optim.Optimizer):
             part.param_groups = [next(groups) for _ in part.param_groups]
             part.state = self.state
 
-    def again(self, parts: Sequence[torch.optim.Optimizer]) -> Together:
-        """Return the same of other optimizers."""
-        return Together(parts, self.mean)
+    def again(self, parts: Sequence[torch.optim.Optimizer]) -> CombinedOptimizer:
+        """Combine other optimizers in the same way."""
+        return CombinedOptimizer(parts, self.mean)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # A fused SGD that skips its first step keeps whatever its momentum's memory held before.
+        # If torch's fused SGD skips its first step, its momentum buffer stays uninitialized.
         can = (getattr(part, "_step_supports_amp_scaling", False) for part in self.parts)
         return all(can) and not any(isinstance(part, torch.optim.SGD) for part in self.parts)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Let every part take its step, in order; see `torch.optim.Optimizer.step`.
+        """Step every part, in order; see `torch.optim.Optimizer.step`.
 
         Effects:
             Writes parameters and state, unless `found_inf` is set and not 0.
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        refused = getattr(self, "found_inf", None)
-        # To its optimizer a parameter of which only the mean is known is new.
-        means = {p: held.pop("mean") for p, held in self.state.items() if held.keys() == {"mean"}}
+        found_inf = getattr(self, "found_inf", None)
+        # An optimizer initializes a parameter whose state is empty, which a mean would prevent.
+        means = {
+            p: state.pop("mean") for p, state in self.state.items() if state.keys() == {"mean"}
+        }
         for part in self.parts:
-            vars(part).update({} if refused is None else {"found_inf": refused})
+            if found_inf is not None:
+                vars(part)["found_inf"] = found_inf
             try:
                 part.step()
             finally:
                 vars(part).pop("found_inf", None)
         for p, mean in means.items():
             self.state[p]["mean"] = mean
-        self._move_means(refused)
+        self._update_means(found_inf)
         return loss
 
     @torch.no_grad()
-    def _move_means(self, refused: Tensor | None) -> None:
-        if refused is not None and refused.device.type == "cpu" and refused:
+    def _update_means(self, found_inf: Tensor | None) -> None:
+        if found_inf is not None and found_inf.device.type == "cpu" and found_inf:
             return
         for group in self.param_groups:
-            stays: float | None = group["mean"]
+            decay: float | None = group["mean"]
             for p in group["params"]:
-                if stays is None or p.grad is None:
+                if decay is None or p.grad is None:
                     continue
-                state, now = self.state[p], p.data.to(torch.promote_types(p.dtype, torch.float32))
-                mean = get_local(state.setdefault("mean", now.clone()))
-                moved = torch.lerp(mean, get_local(now), 1 - stays)
-                mean.copy_(moved if refused is None else torch.where(refused > 0, mean, moved))
+                # fp32: a bf16 mean would not move by a thousandth of a difference.
+                value = p.data.to(torch.promote_types(p.dtype, torch.float32))
+                mean = get_local(self.state[p].setdefault("mean", value.clone()))
+                updated = torch.lerp(mean, get_local(value), 1 - decay)
+                write_unless_skipped_(mean, updated, found_inf)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave; the parts go on sharing groups and state.
+        """Load a `state_dict`; the parts share the new groups and state.
 
         Effects:
             Replaces the state and the options of the groups.
@@ -97,22 +104,22 @@ class Together(torch.optim.Optimizer):
 def combine_optimizers(
     parts: Sequence[torch.optim.Optimizer], *, mean: float | None = None
 ) -> torch.optim.Optimizer:
-    """Return one optimizer of several: a step of it is a step of each, in order.
+    """Combine several optimizers into one, whose step is a step of each, in order.
 
-    Its groups and its state are theirs, the same objects: a rate that is set in one place is set in
-    the other, after loading too, and a checkpoint holds all of them. A group's "optimizer" says
-    whose it is.
+    It shares groups and state with them: a learning rate that is set in one place is set in the
+    other, after loading too, and a checkpoint has all of them. The "optimizer" of a group is the
+    class that steps it.
 
     Args:
         parts: The optimizers, one or more.
-        mean: Keep an exponentially weighted mean of the parameters over steps, of which this much
-            stays in a step: 0.999 say. It begins as the parameters are after the first step, is
-            held in fp32, and `use_averaged_parameters` puts it in their place. A part that keeps a
-            mean of its own (`ScheduleFree`) goes on with that.
+        mean: The decay rate, such as 0.999, of an exponential moving average of the parameters over
+            steps. It starts from the parameters after the first step, and is stored in fp32;
+            `use_averaged_parameters` evaluates it. A part that keeps a mean of its own
+            (`ScheduleFree`) continues with that.
 
     Raises:
-        ValueError: There is no part, one is one of several already, a parameter is in two of them,
-            or `mean` is not in [0, 1).
+        ValueError: There is no part, one is a combined optimizer, a parameter is in two of them, or
+            `mean` is not in [0, 1).
 
     Examples:
         >>> a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
@@ -125,27 +132,27 @@ def combine_optimizers(
         >>> a.item(), round(b.item(), 3)
         (0.5, 0.798)
     """
-    if not parts or any(isinstance(part, Together) for part in parts):
-        found = "none" if not parts else "one that is several already"
-        raise ValueError(f"together: parts must be optimizers, got {found}")
-    check_range("together", at_least=0, below=1, mean=mean)
-    return Together(parts, mean)
+    if not parts or any(isinstance(part, CombinedOptimizer) for part in parts):
+        got = "none" if not parts else "one that is combined already"
+        raise ValueError(f"combine_optimizers: parts must be optimizers, got {got}")
+    check_range("combine_optimizers", at_least=0, below=1, mean=mean)
+    return CombinedOptimizer(parts, mean)
 
 
 @contextmanager
 @torch.no_grad()
 def use_averaged_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Put what an optimizer evaluates into the place of the parameters, and put them back after.
+    """Replace the parameters by their averages within a `with` block.
 
-    That is its state "mean": of `combine_optimizers(mean=)`, or x of `ScheduleFree`; parameters
-    without one stay. Evaluate and export inside; a step or a save inside would take it for the
-    parameters.
+    The averages are the optimizer's state "mean": the moving average of
+    `combine_optimizers(mean=)`, or x of `ScheduleFree`. Parameters without one stay. Evaluate and
+    export inside the block; do not step or save a checkpoint there.
 
     Args:
         optimizer: Any optimizer.
 
     Effects:
-        Writes the parameters, and in the end the bits that they had, which are kept meanwhile.
+        Writes the parameters, and restores them bit for bit at the end.
 
     Examples:
         >>> weight = nn.Parameter(torch.tensor([1.0]))
@@ -160,27 +167,27 @@ def use_averaged_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         >>> weight.detach()
         tensor([0.])
     """
-    kept: dict[nn.Parameter, Tensor] = {}
+    originals: dict[nn.Parameter, Tensor] = {}
     try:
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             if "mean" in optimizer.state.get(p, {}):
-                kept[p] = get_local(p.data).clone()
+                originals[p] = get_local(p.data).clone()
                 get_local(p.data).copy_(get_local(optimizer.state[p]["mean"]))
         yield
     finally:
-        for p, values in kept.items():
+        for p, values in originals.items():
             get_local(p.data).copy_(values)
 
 
 def load_as_saved_(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Give an optimizer the state of a `state_dict` again, which torch casts to parameters' dtypes.
+    """Replace state that `load_state_dict` has cast to the parameters' dtypes by the saved tensors.
 
     Effects:
         Replaces tensors of the optimizer's state.
     """
     saved = (x for group in state_dict["param_groups"] for x in group["params"])
-    own = (p for group in optimizer.param_groups for p in group["params"])
-    for p, index in zip(own, saved, strict=True):
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    for p, index in zip(params, saved, strict=True):
         for key, value in state_dict["state"].get(index, {}).items():
             if isinstance(value, Tensor):
                 optimizer.state[p][key] = value.to(p.device, copy=True)

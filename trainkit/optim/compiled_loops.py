@@ -1,16 +1,19 @@
-"""The compiled loop of a rule: one pass over parameter, gradient and moments, as they are kept.
+"""The compiled loop of a rule: one pass over parameter, gradient and moments in their own formats.
 
-It goes through BLOCK elements at a time and calls words for each, in whose place numba puts what
-fits what is kept: None, nothing at all; an array, of fp32 or fp64, of bf16 as uint16, or of codes
-of 8 bits as uint8. All that is passed is arrays and numbers, and casts keep numbers in 32 bits: a
-tuple of arrays, a row of a matrix or a number of 64 bits, and numba makes no vectors of the loop.
+It processes BLOCK elements at a time and calls the functions below for each. Numba replaces each of
+them by the version for the type of its first argument, which is how a tensor is stored: None, no
+such tensor; an array of fp32 or fp64; of bf16 as uint16; or of 8-bit codes as uint8. So one loop
+serves all formats, and what a rule does not have costs nothing.
+
+Everything that is passed is an array or a number, and casts keep numbers in 32 bits: with a tuple
+of arrays, a row of a matrix or a number of 64 bits numba would not vectorize the loop.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec
 
 import numba
 import numpy as np
@@ -20,198 +23,229 @@ from trainkit.noise.jit import jit
 from trainkit.noise.rounding import fill_noise
 from trainkit.optim.storage import BLOCK, NAN, SHIFT, SIGNED, SIZE, UNSIGNED
 
-
-def part(kept: Any, begin: int) -> Any:
-    """Return the block of what is kept that begins at an element: a slice, or None."""
-
-
-def base_of(scales: Any, begin: int, most: Any) -> Any:
-    """Return what codes of a block count from, if it has a scale; `most` is the largest code."""
+P = ParamSpec("P")
+_INF = 0x7F800000  # the bits of fp32 infinity; larger sizes are NaN
 
 
-def read(block: Any, i: int, base: Any, most: Any) -> Any:
-    """Return a number of a block, 0 of none; the last two are of 8 bits."""
+def get_block(stored: Any, start: int, /) -> Any:
+    """Return the block of a tensor that starts at an element: a slice, or None."""
 
 
-def keep(block: Any, i: int, x: Any, scratch: Any, noise: Any) -> None:
-    """Keep a number of a block, in bf16 at random; what 8 bits keep waits in scratch for `close`.
+def get_base(scales: Any, start: int, largest: Any, /) -> Any:
+    """Return what is added to the 8-bit codes of a block, 0 if it has no scale.
 
-    `noise` is below 2^16.
+    `largest` is the largest code.
     """
 
 
-def height(block: Any, x: Any) -> Any:
-    """Return the bits of a number's size where a block needs the largest, else 0."""
+def read(block: Any, i: int, base: Any, largest: Any, /) -> Any:
+    """Return a number of a block, 0 if there is none; only 8-bit codes use the last two."""
 
 
-def close(  # noqa: PLR0917 (all of a block)
-    block: Any, scales: Any, begin: int, most: Any, top: Any, up: Any, bits: Any
+def write(block: Any, i: int, x: Any, scratch: Any, noise: Any, /) -> None:
+    """Write a number of a moment, to bf16 with stochastic rounding by `noise`, which is below 2^16.
+
+    Of an 8-bit block the scale is not known yet: the number goes to scratch, for `encode_block`.
+    """
+
+
+def get_size_bits(block: Any, x: Any, /) -> Any:
+    """Return the bits of a number's size if its block is in 8 bits, else 0."""
+
+
+def encode_block(  # noqa: PLR0917 (all of a block)
+    block: Any, scales: Any, start: int, largest: Any, top: Any, offsets: Any, bits: Any, /
 ) -> None:
-    """Keep the numbers of a block in 8 bits, rounded as `make_offsets` says, and its scale."""
+    """Encode the numbers of a block in 8 bits, rounded by `make_offsets`, and write its scale."""
 
 
-def keep_parameter(block: Any, i: int, x: Any, rest: Any, noise: Any) -> None:
-    """Keep a number of a parameter: at random with noise, else to nearest, what is left in rest."""
+def write_parameter(block: Any, i: int, x: Any, rest: Any, noise: Any, /) -> None:
+    """Write a number of a parameter, to bf16 in the rounding that there are arrays for.
+
+    Stochastic rounding has `noise`, Kahan's a `rest`, rounding to nearest neither.
+    """
 
 
-def noise_of(keys: Any) -> Any:
-    """Return a block for noise, if there are keys to draw it by."""
+def make_noise_block(keys: Any, /) -> Any:
+    """Return an array for the random bits of a block, None if there are no keys."""
 
 
-def draw(keys: Any, at: Any, begin: int, out: Any) -> None:
-    """Fill a block's noise; `at` has the step, a row's length and its first column's index."""
+def draw_noise(keys: Any, position: Any, start: int, out: Any, /) -> None:
+    """Fill a block's random bits.
+
+    `position` is (step, length of a row, index of its first column).
+    """
 
 
-def upper(noise: Any, i: int) -> Any:
-    """Return the upper half of an element's random bits, 0 of none."""
+def upper_bits(noise: Any, i: int, /) -> Any:
+    """Return the upper half of an element's random bits, 0 if there are none."""
 
 
-def lower(noise: Any, i: int) -> Any:
-    """Return the lower half of an element's random bits, 0 of none."""
+def lower_bits(noise: Any, i: int, /) -> Any:
+    """Return the lower half of an element's random bits, 0 if there are none."""
 
 
-def array_at(like: Any, address: int, size: int) -> Any:
-    """Return so many elements of memory, of the dtype of `like`; None if that is None."""
+def array_at(like: Any, address: int, size: int, /) -> Any:
+    """Return `size` elements of memory as an array of the dtype of `like`; None if that is None."""
 
 
-# ------------------------------------------------------------------ what numba puts in their place
+# ------------------------------------------------------------------------- the versions by storage
 
 
-def _kind(kept: Any) -> str:
-    if not isinstance(kept, numba.types.Array):
+def _get_storage(stored: Any) -> str:
+    if not isinstance(stored, numba.types.Array):
         return "none"
-    return {"uint8": "bits", "uint16": "bf16"}.get(str(kept.dtype), "wide")
+    return {"uint8": "codes", "uint16": "bf16"}.get(str(stored.dtype), "float")
 
 
-def _nothing(*_: Any) -> None:
+def _do_nothing(*_: Any) -> None:
     pass
 
 
-def _zero(*_: Any) -> Any:
+def _return_zero(*_: Any) -> Any:
     return np.int32(0)
 
 
-def _becomes(word: Any, *, other: Callable[..., Any], **kinds: Callable[..., Any]) -> None:
-    """Put a function in a word's place for each kind of its first argument."""
+def _overload_by_storage(
+    function: Callable[P, Any], *, other: Callable[P, Any], **versions: Callable[P, Any]
+) -> None:
+    """Give numba the versions of a function, by the storage of its first argument."""
 
-    def chosen(*args: Any) -> Any:
-        return kinds.get(_kind(args[0]), other)
+    def choose(*args: Any) -> Any:
+        return versions.get(_get_storage(args[0]), other)
 
-    overload(word, strict=False)(chosen)
+    overload(function, strict=False)(choose)  # parameters may have other names
 
 
 @register_jitable
-def _nearest(x: Any) -> Any:
-    """Return the bits of a number's bf16, to nearest and even."""
+def _to_bf16(x: Any) -> Any:
+    """Return the bits of a number in bf16, rounded to nearest, ties to even."""
     bits = np.float32(x).view(np.uint32)
     odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
-    is_nan = np.uint32(bits & np.uint32(SIZE)) > np.uint32(0x7F800000)
+    is_nan = np.uint32(bits & np.uint32(SIZE)) > np.uint32(_INF)
     added = np.uint32(0) if is_nan else np.uint32(odd + np.uint32(0x7FFF))
     return np.uint16(np.uint32(bits + added) >> np.uint32(16))
 
 
 @register_jitable
-def _widened(x: Any) -> Any:
-    return np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
-
-
-def _slice(kept: Any, begin: int) -> Any:
-    return kept[begin : begin + BLOCK]
-
-
-def _base(scales: Any, begin: int, most: Any) -> Any:
-    return np.int32(np.int32(scales[begin // BLOCK] >> np.int32(SHIFT)) - most)
-
-
-def _read_nothing(block: Any, i: int, base: Any, most: Any) -> Any:  # noqa: ARG001
-    return np.float32(0)
-
-
-def _read_bits(block: Any, i: int, base: Any, most: Any) -> Any:
-    code = np.int32(block[i])
-    size = np.int32(code & most)
-    at = np.int32(np.int32(size + base) << np.int32(SHIFT))
-    sign = np.int32(np.int32(code & np.int32(np.int32(255) - most)) << np.int32(24))
-    return np.int32((at if size != np.int32(0) else np.int32(0)) | sign).view(np.float32)
-
-
-def _read_bf16(block: Any, i: int, base: Any, most: Any) -> Any:  # noqa: ARG001
-    return _widened(block[i])
-
-
-def _read_wide(block: Any, i: int, base: Any, most: Any) -> Any:  # noqa: ARG001
-    return block[i]
-
-
-def _keep_later(block: Any, i: int, x: Any, scratch: Any, noise: Any) -> None:  # noqa: ARG001
-    scratch[i] = x
-
-
-def _keep_nearest(block: Any, i: int, x: Any, *_: Any) -> None:
-    block[i] = _nearest(x)
+def _to_fp32(bits: Any) -> Any:
+    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
 @register_jitable
-def _keep_rounded(block: Any, i: int, x: Any, scratch: Any, noise: Any) -> None:  # noqa: ARG001
+def _write_stochastically(block: Any, i: int, x: Any, _rest: Any, noise: Any) -> None:
+    # Added below the last bit of bf16, noise carries into it with the probability that is right.
     bits = np.float32(x).view(np.uint32)
-    is_finite = np.uint32(bits & np.uint32(0x7F800000)) != np.uint32(0x7F800000)
+    is_finite = np.uint32(bits & np.uint32(_INF)) != np.uint32(_INF)
     added = noise if is_finite else np.uint32(0)
     block[i] = np.uint16(np.uint32(bits + added) >> np.uint32(16))
 
 
-def _keep_wide(block: Any, i: int, x: Any, *_: Any) -> None:
+def _write_float(block: Any, i: int, x: Any, *_: Any) -> None:
     block[i] = x
 
 
-def _size(block: Any, x: Any) -> Any:  # noqa: ARG001
-    return np.int32(np.float32(x).view(np.int32) & np.int32(SIZE))
+def _write_scratch(_block: Any, i: int, x: Any, scratch: Any, _noise: Any) -> None:
+    scratch[i] = x
+
+
+def _decode(block: Any, i: int, base: Any, largest: Any) -> Any:
+    """Decode an 8-bit code, as `storage.read_moment` does; code 0 is 0 whatever the base."""
+    code = np.int32(block[i])
+    size = np.int32(code & largest)
+    bits = np.int32(np.int32(size + base) << np.int32(SHIFT))
+    sign = np.int32(np.int32(code & np.int32(np.int32(255) - largest)) << np.int32(24))
+    return np.int32((bits if size != np.int32(0) else np.int32(0)) | sign).view(np.float32)
 
 
 def _encode(  # noqa: PLR0917 (all of a block)
-    block: Any, scales: Any, begin: int, most: Any, top: Any, up: Any, bits: Any
+    block: Any, scales: Any, start: int, largest: Any, top: Any, offsets: Any, bits: Any
 ) -> None:
-    least = np.int32(most >> np.int32(7))
+    """Encode a block, as `storage.encode_moment` does; `top` are the bits of its largest number."""
+    smallest = np.int32(largest >> np.int32(7))  # 1 for a second moment, which never becomes 0
     top = np.int32(min(top, np.int32(NAN)) + np.int32((1 << SHIFT) - 1))
-    base = max(np.int32(np.int32(top >> np.int32(SHIFT)) - most), np.int32(0))
-    scales[begin // BLOCK] = np.int32(np.int32(base + most) << np.int32(SHIFT))
+    base = max(np.int32(np.int32(top >> np.int32(SHIFT)) - largest), np.int32(0))
+    scales[start // BLOCK] = np.int32(np.int32(base + largest) << np.int32(SHIFT))
     for i in range(BLOCK):
         size = np.int32(bits[i] & np.int32(SIZE))
-        code = np.int32(np.int32(np.int32(size + up[i]) >> np.int32(SHIFT)) - base)
+        code = np.int32(np.int32(np.int32(size + offsets[i]) >> np.int32(SHIFT)) - base)
         sign = np.int32(np.int32(bits[i] >> np.int32(24)) & np.int32(0x80))
-        block[i] = np.uint8(np.int32(max(code, min(size, least)) | sign))
+        block[i] = np.uint8(np.int32(max(code, min(size, smallest)) | sign))
 
 
-def _keep_at_random(block: Any, i: int, x: Any, rest: Any, noise: Any) -> None:
-    _keep_rounded(block, i, x, rest, np.uint32(noise[i] >> np.uint32(16)))
+_overload_by_storage(
+    get_block,
+    none=_do_nothing,
+    other=lambda stored, start: stored[start : start + BLOCK],
+)
+_overload_by_storage(
+    get_base,
+    none=_return_zero,
+    other=lambda scales, start, largest: np.int32(
+        np.int32(scales[start // BLOCK] >> np.int32(SHIFT)) - largest
+    ),
+)
+_overload_by_storage(
+    read,
+    none=lambda *_: np.float32(0),
+    codes=_decode,
+    bf16=lambda block, i, *_: _to_fp32(block[i]),
+    other=lambda block, i, *_: block[i],
+)
+_overload_by_storage(
+    write,
+    none=_do_nothing,
+    codes=_write_scratch,
+    bf16=_write_stochastically,
+    other=_write_float,
+)
+_overload_by_storage(
+    get_size_bits,
+    codes=lambda _, x: np.int32(np.float32(x).view(np.int32) & np.int32(SIZE)),
+    other=_return_zero,
+)
+_overload_by_storage(encode_block, codes=_encode, other=_do_nothing)
+_overload_by_storage(
+    make_noise_block,
+    none=_do_nothing,
+    other=lambda _: np.empty(BLOCK, np.uint32),
+)
+_overload_by_storage(
+    draw_noise,
+    none=_do_nothing,
+    other=lambda keys, position, start, out: fill_noise(
+        keys, position[0], position[1], position[2], start, out
+    ),
+)
+_overload_by_storage(
+    upper_bits,
+    none=lambda *_: np.uint32(0),
+    other=lambda noise, i: np.uint32(noise[i] >> np.uint32(16)),
+)
+_overload_by_storage(
+    lower_bits,
+    none=lambda *_: np.uint32(0),
+    other=lambda noise, i: np.uint32(noise[i] & np.uint32(0xFFFF)),
+)
 
 
-def _keep_with_rest(block: Any, i: int, x: Any, rest: Any, noise: Any) -> None:  # noqa: ARG001
-    block[i] = _nearest(x)
-    rest[i] = _nearest(x - _widened(block[i]))
+@overload(write_parameter, strict=False)
+def _choose_parameter_rounding(block: Any, _i: Any, _x: Any, rest: Any, noise: Any) -> Any:
+    def write_nearest(block: Any, i: int, x: Any, *_: Any) -> None:
+        block[i] = _to_bf16(x)
 
+    def write_with_rest(block: Any, i: int, x: Any, rest: Any, _noise: Any) -> None:
+        block[i] = _to_bf16(x)
+        rest[i] = _to_bf16(x - _to_fp32(block[i]))
 
-def _fill(keys: Any, at: Any, begin: int, out: Any) -> None:
-    fill_noise(keys, at[0], at[1], at[2], begin, out)
+    def write_with_noise(block: Any, i: int, x: Any, rest: Any, noise: Any) -> None:
+        _write_stochastically(block, i, x, rest, np.uint32(noise[i] >> np.uint32(16)))
 
-
-def _no_noise(keys: Any) -> Any:  # noqa: ARG001
-    return None
-
-
-def _block_of_noise(keys: Any) -> Any:  # noqa: ARG001
-    return np.empty(BLOCK, np.uint32)
-
-
-def _no_bits(noise: Any, i: int) -> Any:  # noqa: ARG001
-    return np.uint32(0)
-
-
-def _upper(noise: Any, i: int) -> Any:
-    return np.uint32(noise[i] >> np.uint32(16))
-
-
-def _lower(noise: Any, i: int) -> Any:
-    return np.uint32(noise[i] & np.uint32(0xFFFF))
+    if _get_storage(block) == "float":
+        return _write_float
+    if _get_storage(rest) != "none":
+        return write_with_rest
+    return write_nearest if _get_storage(noise) == "none" else write_with_noise
 
 
 @intrinsic
@@ -225,128 +259,103 @@ def _pointer(typing: Any, address: Any, like: Any) -> Any:  # noqa: ARG001
     return signature, generate
 
 
-def _no_array(like: Any, address: int, size: int) -> Any:  # noqa: ARG001
-    return None
-
-
-def _array_at(like: Any, address: int, size: int) -> Any:
+def _make_array(like: Any, address: int, size: int) -> Any:
     pointer: Any = _pointer  # which numba calls without the typing context
     return numba.carray(pointer(address, like), (size,))
 
 
-_becomes(part, none=_nothing, other=_slice)
-_becomes(base_of, none=_zero, other=_base)
-_becomes(read, none=_read_nothing, bits=_read_bits, bf16=_read_bf16, other=_read_wide)
-_becomes(keep, none=_nothing, bits=_keep_later, bf16=_keep_rounded, other=_keep_wide)
-_becomes(height, bits=_size, other=_zero)
-_becomes(close, bits=_encode, other=_nothing)
-_becomes(noise_of, none=_no_noise, other=_block_of_noise)
-_becomes(draw, none=_nothing, other=_fill)
-_becomes(upper, none=_no_bits, other=_upper)
-_becomes(lower, none=_no_bits, other=_lower)
-_becomes(array_at, none=_no_array, other=_array_at)
-
-
-@overload(keep_parameter, strict=False)
-def _keep_parameter(block: Any, _i: Any, _x: Any, rest: Any, noise: Any) -> Any:
-    if _kind(block) == "wide":
-        return _keep_wide
-    if _kind(rest) != "none":
-        return _keep_with_rest
-    return _keep_nearest if _kind(noise) == "none" else _keep_at_random
+_overload_by_storage(array_at, none=_do_nothing, other=_make_array)
 
 
 # ----------------------------------------------------------------------------------------- the loop
 
 
-def _of_two(rule: Callable[..., Any], moments: int) -> Callable[..., Any]:
-    """Return a rule of two moments, which leaves alone those that the given one does not have."""
-    apply = register_jitable(rule)
-
-    def none(p: Any, g: Any, m: Any, v: Any, c: Any) -> Any:
-        return apply(p, g, c), m, v
-
-    def one(p: Any, g: Any, m: Any, v: Any, c: Any) -> Any:
-        p, m = apply(p, g, m, c)
-        return p, m, v
-
-    return register_jitable((none, one, rule)[moments])
-
-
 @functools.cache
 def rule_loop(rule: Callable[..., Any], moments: int) -> Callable[..., None]:
-    """Return the loop of a rule over what is kept, flat, compiled at its first call.
+    """Return the loop of a rule over flat memory, compiled at its first call.
 
     Args:
         rule: `rule(p, g, *moments, numbers) -> (p, *moments)`, pure.
-        moments: How many it has: at most two.
+        moments: The number of its moments, at most two.
 
     Returns:
-        `loop(size, addresses, kinds, keys, moment_keys, at, up, numbers)`. Seven tensors, each flat
-        and contiguous, are given by their addresses and by an array of the same dtype (None where
-        there is no such tensor): parameter, gradient, what is left of a parameter, two moments, and
-        the scales of both, as int32. `size` is the number of elements of the first. `keys` and
-        `moment_keys` are uint32 `[rows]` from `rounding_keys`, or None; `at` is (the count of
-        steps, a row's length, its first column's index); `up` int32 from `make_offsets`.
+        `loop(size, addresses, likes, keys, moment_keys, position, offsets, numbers)`. Seven
+        tensors, flat and contiguous, are given by their addresses and by an array of the same dtype
+        (None where there is no such tensor): parameter, gradient, rest of the parameter, two
+        moments, and the scales of both, as int32. `size` is the number of elements of the first.
+        `keys` and `moment_keys` are uint32 `[rows]` from `rounding_keys`, or None; `position` is
+        (step, length of a row, its first column's index); `offsets` int32 from `make_offsets`.
 
     Examples:
         >>> loop = rule_loop(lambda p, g, c: p - c[0] * g, 0)
-        >>> p, no = np.array([3.0], np.float32), (None,) * 5
-        >>> addresses, told = (p.ctypes.data, p.ctypes.data, 0, 0, 0, 0, 0), (np.float32(0.5),)
-        >>> loop(1, addresses, (p, p, *no), None, None, (1, 1, 0), np.empty(0, np.int32), told)
+        >>> p, none = np.array([3.0], np.float32), (None,) * 5
+        >>> addresses, numbers = (p.ctypes.data, p.ctypes.data, 0, 0, 0, 0, 0), (np.float32(0.5),)
+        >>> offsets = np.empty(0, np.int32)
+        >>> loop(1, addresses, (p, p, *none), None, None, (1, 1, 0), offsets, numbers)
         >>> p
         array([1.5], dtype=float32)
     """
-    apply = _of_two(rule, moments)
+    apply = register_jitable(rule)
+
+    # Moments that the rule does not have pass through; they are 0, and are not written.
+    def without_moments(p: Any, g: Any, m: Any, v: Any, c: Any) -> Any:
+        return apply(p, g, c), m, v
+
+    def with_one_moment(p: Any, g: Any, m: Any, v: Any, c: Any) -> Any:
+        p, m = apply(p, g, m, c)
+        return p, m, v
+
+    step = register_jitable((without_moments, with_one_moment, rule)[moments])
 
     @register_jitable
     def go_through(  # noqa: PLR0917 (all that a step reads and writes)
         p: Any, g: Any, rest: Any, m: Any, v: Any, m_scales: Any, v_scales: Any, keys: Any,
-        moment_keys: Any, at: Any, up: Any, one: Any, two: Any, one_bits: Any, two_bits: Any,
-        noise: Any, moment_noise: Any, numbers: Any,
+        moment_keys: Any, position: Any, offsets: Any, m_scratch: Any, v_scratch: Any, m_bits: Any,
+        v_bits: Any, noise: Any, moment_noise: Any, numbers: Any,
     ) -> None:  # fmt: skip
-        for begin in range(0, p.size, BLOCK):
-            p_, g_, rest_ = part(p, begin), part(g, begin), part(rest, begin)
-            m_, m_base = part(m, begin), base_of(m_scales, begin, SIGNED)
-            v_, v_base = part(v, begin), base_of(v_scales, begin, UNSIGNED)
-            draw(keys, at, begin, noise)
-            draw(moment_keys, at, begin, moment_noise)
+        for start in range(0, p.size, BLOCK):
+            p_, g_, rest_ = get_block(p, start), get_block(g, start), get_block(rest, start)
+            m_, m_base = get_block(m, start), get_base(m_scales, start, SIGNED)
+            v_, v_base = get_block(v, start), get_base(v_scales, start, UNSIGNED)
+            draw_noise(keys, position, start, noise)
+            draw_noise(moment_keys, position, start, moment_noise)
             m_top = v_top = np.int32(0)
             for i in range(g_.size):
                 x = read(p_, i, 0, 0) + read(rest_, i, 0, 0)
                 y, z = read(m_, i, m_base, SIGNED), read(v_, i, v_base, UNSIGNED)
-                x, y, z = apply(x, read(g_, i, 0, 0), y, z, numbers)
-                keep_parameter(p_, i, x, rest_, noise)
-                keep(m_, i, y, one, upper(moment_noise, i))
-                keep(v_, i, z, two, lower(moment_noise, i))
-                m_top, v_top = max(m_top, height(m_, y)), max(v_top, height(v_, z))
-            close(m_, m_scales, begin, SIGNED, m_top, up, one_bits)
-            close(v_, v_scales, begin, UNSIGNED, v_top, up, two_bits)
+                x, y, z = step(x, read(g_, i, 0, 0), y, z, numbers)
+                write_parameter(p_, i, x, rest_, noise)
+                # Both moments share one draw, and take half of its bits each.
+                write(m_, i, y, m_scratch, upper_bits(moment_noise, i))
+                write(v_, i, z, v_scratch, lower_bits(moment_noise, i))
+                m_top, v_top = max(m_top, get_size_bits(m_, y)), max(v_top, get_size_bits(v_, z))
+            encode_block(m_, m_scales, start, SIGNED, m_top, offsets, m_bits)
+            encode_block(v_, v_scales, start, UNSIGNED, v_top, offsets, v_bits)
 
     def loop(  # noqa: PLR0917 (see above)
-        size: int, addresses: Any, kinds: Any, keys: Any, moment_keys: Any, at: Any, up: Any,
-        numbers: Any,
+        size: int, addresses: Any, likes: Any, keys: Any, moment_keys: Any, position: Any,
+        offsets: Any, numbers: Any,
     ) -> None:  # fmt: skip
-        one, two = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+        m_scratch, v_scratch = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
         go_through(
-            array_at(kinds[0], addresses[0], size),
-            array_at(kinds[1], addresses[1], size),
-            array_at(kinds[2], addresses[2], size),
-            array_at(kinds[3], addresses[3], size),
-            array_at(kinds[4], addresses[4], size),
-            array_at(kinds[5], addresses[5], size // BLOCK),
-            array_at(kinds[6], addresses[6], size // BLOCK),
+            array_at(likes[0], addresses[0], size),
+            array_at(likes[1], addresses[1], size),
+            array_at(likes[2], addresses[2], size),
+            array_at(likes[3], addresses[3], size),
+            array_at(likes[4], addresses[4], size),
+            array_at(likes[5], addresses[5], size // BLOCK),
+            array_at(likes[6], addresses[6], size // BLOCK),
             keys,
             moment_keys,
-            at,
-            up,
-            one,
-            two,
-            one.view(np.int32),
-            two.view(np.int32),
-            noise_of(keys),
-            noise_of(moment_keys),
+            position,
+            offsets,
+            m_scratch,
+            v_scratch,
+            m_scratch.view(np.int32),
+            v_scratch.view(np.int32),
+            make_noise_block(keys),
+            make_noise_block(moment_keys),
             numbers,
         )
 
-    return jit(loop, divides=True, uses=(rule, part, fill_noise))
+    return jit(loop, divides=True, uses=(rule, get_block, fill_noise))

@@ -32,6 +32,7 @@ from trainkit.optim.storage import (
     make_offsets,
     read_moment,
     scale_name,
+    write_unless_skipped_,
 )
 from trainkit.parallel.grad_reduction import check_dense, get_local
 from trainkit.parallel.parameters import PlacedAlike, get_local_box, redistribute_like
@@ -202,7 +203,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        refused = getattr(self, "found_inf", None)
+        found_inf = getattr(self, "found_inf", None)
         for group in self.param_groups:
             check_dense(group["params"], [group])
             counts = self.list_counts(group)
@@ -210,7 +211,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             names = group.get("param_names") or [""] * len(group["params"])
             for name, p in zip(names, group["params"], strict=True):
                 if p.grad is not None:
-                    self._step_one(p, group, name, counts, numbers, refused)
+                    self._step_one(p, group, name, counts, numbers, found_inf)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -243,23 +244,25 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         name: str,
         counts: tuple[str, ...],
         numbers: Callable[..., Any],
-        refused: Tensor | None,
+        found_inf: Tensor | None,
     ) -> None:
         state = self.state[p]
         on_host = p.is_cpu
         if not state:
             state.update(self.make_state(p, group))
-        if on_host and refused is not None:
-            if refused:
+        if on_host and found_inf is not None:
+            if found_inf:
                 return
-            refused = None
+            found_inf = None
         counters = [float(state[x]) if on_host else state[x].double() for x in counts]
         coefficients, in_fp32, in_fp64, new_counts, step = numbers(counters, on_host=on_host)
         for x, count in new_counts.items():
             if on_host:
                 state[x].fill_(count)
             else:
-                _write_(state[x], torch.as_tensor(count, dtype=torch.float64), refused)
+                write_unless_skipped_(
+                    state[x], torch.as_tensor(count, dtype=torch.float64), found_inf
+                )
         grad = redistribute_like(p, p.grad)
         tensors = [get_local(p), get_local(grad), *map(state.get, self.parts_of_state)]
         shards = [None if x is None else get_local(x) for x in tensors]
@@ -273,7 +276,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             coefficients = in_fp64 if dtypes.p == torch.float64 else in_fp32
             self._step_in_loop(shards, dtypes, coefficients, keys, rows, step)
         else:
-            self._step_tensors(shards, coefficients, keys, rows, step, refused)
+            self._step_tensors(shards, coefficients, keys, rows, step, found_inf)
 
     def _get_rows(self, p: nn.Parameter, seed: int, name: str) -> Rows:
         """Return the keys for stochastic rounding of this rank's shard of a parameter."""
@@ -327,7 +330,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         keys: Rows | None,
         rows: Rows | None,
         step: Any,
-        refused: Tensor | None,
+        found_inf: Tensor | None,
     ) -> None:
         named = dict(zip(("", "grad", *self.parts_of_state), shards, strict=True))
         flat = {x: t.detach().reshape(-1) for x, t in named.items() if t is not None}
@@ -348,16 +351,10 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             else:
                 results |= encode_moment(x, values, flat, step)
         for x, values in results.items():
-            _write_(flat[x], values, refused)
+            write_unless_skipped_(flat[x], values, found_inf)
             shard = named[x]
             if shard is not None and not shard.is_contiguous():
                 shard.copy_(flat[x].view(shard.shape))
-
-
-def _write_(out: Tensor, values: Tensor, refused: Tensor | None) -> None:
-    """Write values unless the step is skipped."""
-    # Not by a factor of 0 for a skipped step: 0 times NaN is NaN.
-    out.copy_(values if refused is None else torch.where(refused > 0, out, values.to(out.dtype)))
 
 
 _ARRAYS = {

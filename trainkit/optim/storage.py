@@ -186,3 +186,18 @@ def encode_moment(
     codes |= (bits >> 24) & 0x80
     scales = ((base + largest) << SHIFT).view(torch.float32)
     return {name: codes.to(torch.uint8).view(-1), scale_name(name): scales}
+
+
+def write_unless_skipped_(out: Tensor, values: Tensor, found_inf: Tensor | None) -> None:
+    """Write the values of a step, unless it is skipped on the device: `found_inf` is set and not 0.
+
+    Examples:
+        >>> out = torch.zeros(2)
+        >>> write_unless_skipped_(out, torch.ones(2), torch.tensor(1.0))
+        >>> out
+        tensor([0., 0.])
+    """
+    if found_inf is not None:
+        # Not by a factor of 0 for a skipped step: 0 times NaN is NaN.
+        values = torch.where(found_inf > 0, out, values.to(out.dtype))
+    out.copy_(values)

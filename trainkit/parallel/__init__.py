@@ -5,8 +5,8 @@ A transform says what becomes of a module (`tensor_parallel`, `sequence_parallel
 `ddp`); `build_stages` applies a list of them. What runs the stages of a pipeline is here too.
 """
 
-from trainkit.parallel.attention import attention_line, set_attention
-from trainkit.parallel.check_layout import check_layout, problems, refuse
+from trainkit.parallel.attention import set_attention
+from trainkit.parallel.check_layout import check_layout
 from trainkit.parallel.compile import compile_blocks
 from trainkit.parallel.ddp import average_parameters, ddp, vote_signs
 from trainkit.parallel.describe_run import describe_run
@@ -14,77 +14,47 @@ from trainkit.parallel.expert_parallel import expert_parallel
 from trainkit.parallel.frozen_model import add_columns, make_output_head
 from trainkit.parallel.fsdp import fsdp
 from trainkit.parallel.generation_call import make_call
-from trainkit.parallel.materialize import materialize_, weights_from_module
-from trainkit.parallel.offload import copy_to_host, offload_activations
+from trainkit.parallel.materialize import weights_from_module
+from trainkit.parallel.offload import offload_activations
 from trainkit.parallel.offload_state import offload_state
-from trainkit.parallel.parameters import (
-    Box,
-    canonical_name,
-    find_blocks,
-    get_local_box,
-    get_named_buffers,
-    get_named_parameters,
-)
+from trainkit.parallel.parameters import get_local_box, get_named_parameters
 from trainkit.parallel.plan import make_decoder_plan
-from trainkit.parallel.precision import (
-    DTYPES,
-    autocast_call,
-    compute_dtype,
-    mixed_precision,
-    resolve_precision,
-    set_grad_dtype,
-)
+from trainkit.parallel.precision import autocast_call, mixed_precision, resolve_precision
 from trainkit.parallel.recompute import recompute
 from trainkit.parallel.sequence_parallel import sequence_parallel
-from trainkit.parallel.split import assign_stages, split_layer_ranges
 from trainkit.parallel.stage_ranks import make_stages
 from trainkit.parallel.stages import build_stages, split_layers
 from trainkit.parallel.styles import ParallelStyle
 from trainkit.parallel.tensor_parallel import read_hf_styles, tensor_parallel
-from trainkit.parallel.transforms import Transform, check_plan
+from trainkit.parallel.transforms import Transform
 
 __all__ = [
-    "DTYPES",
-    "Box",
     "ParallelStyle",
     "Transform",
     "add_columns",
-    "assign_stages",
-    "attention_line",
     "autocast_call",
     "average_parameters",
     "build_stages",
-    "canonical_name",
     "check_layout",
-    "check_plan",
     "compile_blocks",
-    "compute_dtype",
-    "copy_to_host",
     "ddp",
     "describe_run",
     "expert_parallel",
-    "find_blocks",
     "fsdp",
     "get_local_box",
-    "get_named_buffers",
     "get_named_parameters",
     "make_call",
     "make_decoder_plan",
     "make_output_head",
     "make_stages",
-    "materialize_",
     "mixed_precision",
     "offload_activations",
     "offload_state",
-    "problems",
     "read_hf_styles",
     "recompute",
-    "refuse",
     "resolve_precision",
     "sequence_parallel",
     "set_attention",
-    "set_grad_dtype",
-    "split_layer_ranges",
     "split_layers",
     "tensor_parallel",
     "vote_signs",

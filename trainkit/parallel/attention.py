@@ -1,4 +1,4 @@
-"""The kernel of a model's attention, chosen once for each kind of layer."""
+"""The choice of a model's attention kernels, one for each kind of layer."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ _KERNEL = Note[Chosen | None]("attention", default=None)
 
 
 def set_attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
-    """Return the transform that gives a model the first of some attention kernels that fits.
+    """Return the transform that sets the first attention kernel that supports each layer.
 
-    Every submodule that holds an `Attend` in its attribute `attend` and says `head_size`, as the
-    decoder's attention does, gets that kernel which takes its head size, its `window` and its
-    `softcap`; layers of one kind share it. `attention_line` says what was taken.
+    It applies to every submodule with an `Attend` in its attribute `attend` and a `head_size`, such
+    as the decoder's attention. The kernel must support the layer's head size, `window` and
+    `softcap`; layers of one kind share it. `describe_run` reports the choice.
 
     Args:
         names: Kernels in order of preference; see `attention.choose_kernel`.
-        dtype: What is computed in.
+        dtype: The dtype of the computation.
 
     Returns:
-        A transform for `build_stages`. It renames nothing.
+        A transform for `build_stages`. Parameters keep their names.
 
     Raises:
-        ConfigError: When applied: no kernel takes a layer; there is no such submodule; or the
-            layout has a ring, which computes blocks by kernels of its own.
+        ConfigError: When applied: no kernel supports a layer; there is no such submodule; or the
+            layout has a ring, which has kernels of its own.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
         >>> from trainkit.models import Decoder, make_decoder_config
         >>> model = Decoder(make_decoder_config("tiny", vocab_size=256, layers=2))
         >>> made = set_attention(["varlen", "flash"], dtype=torch.float32)(model, solo_parallel())
-        >>> attention_line([made])
+        >>> describe_attention([made])
         'attention: 2 layers by flash (varlen: it runs only on CUDA)'
     """
 
@@ -82,14 +82,14 @@ def set_attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
     return Transform(apply, kind="attention")
 
 
-def attention_line(stages: Sequence[nn.Module]) -> str:
-    """Return which kernels were chosen for how many layers, and why no others; "" without a choice.
+def describe_attention(stages: Sequence[nn.Module]) -> str:
+    """Describe the kernels chosen, with the numbers of layers and the reasons; "" without a choice.
 
     Args:
         stages: This rank's stages.
 
     Examples:
-        >>> attention_line([nn.Linear(1, 1)])
+        >>> describe_attention([nn.Linear(1, 1)])
         ''
     """
     chosen = [str(kernel) for stage in stages for kernel in _KERNEL.read_all(stage)]

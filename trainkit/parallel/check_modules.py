@@ -1,4 +1,4 @@
-"""Modules that a transform would compute wrongly, refused by name before anything is sharded."""
+"""Checks for modules that a transform would compute wrongly, before anything is sharded."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from trainkit.types import ConfigError
 
 
 def refuse_max_norm(module: nn.Module, *, by: str, weights: Collection[str] | None = None) -> None:
-    """Refuse an embedding that renormalizes its rows: its forward pass writes to its weight.
+    """Raise ConfigError for an embedding with `max_norm`, whose forward pass writes to its weight.
 
-    What is written to a gathered or a cast copy is lost, and ranks with other tokens write other
-    rows.
+    Changes of a gathered or cast copy are lost, and ranks with other tokens change other rows.
 
     Args:
         module: A model or a stage of one.
         by: The transform, for the message.
-        weights: Look only at embeddings whose weight has one of these names; by default at all.
+        weights: The names of the weights to check; by default all.
 
     Raises:
-        ConfigError: Names the first such embedding.
+        ConfigError: There is one; the message names the first.
 
     Examples:
         >>> refuse_max_norm(nn.ModuleDict({"words": nn.Embedding(4, 2, max_norm=1.0)}), by="fsdp")
@@ -47,14 +46,14 @@ def refuse_max_norm(module: nn.Module, *, by: str, weights: Collection[str] | No
 
 
 def refuse_empty_parameters(module: nn.Module, *, by: str) -> None:
-    """Refuse trained parameters without elements, whose gradients torch cannot sum over ranks.
+    """Raise ConfigError for a trained parameter without elements, which torch cannot shard.
 
     Args:
         module: A model or a stage of one.
         by: The transform, for the message.
 
     Raises:
-        ConfigError: Names the first.
+        ConfigError: There is one; the message names the first.
 
     Examples:
         >>> import torch
@@ -77,10 +76,10 @@ def refuse_empty_parameters(module: nn.Module, *, by: str) -> None:
 
 
 def refuse_container(module: nn.Module, name: str, *, by: str) -> None:
-    """Refuse a container as a unit, which is gathered when it is called: it never is.
+    """Raise ConfigError for a container as a unit: units are gathered when they are called.
 
     Args:
-        module: The module that is to be a unit.
+        module: The module that becomes a unit.
         name: Its name, for the message.
         by: The transform, for the message.
 

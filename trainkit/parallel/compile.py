@@ -25,7 +25,7 @@ def compile_blocks(
 
     Raises:
         ValueError: When applied: `blocks` matches nothing.
-        ConfigError: When applied: recomputation chooses by cost what it keeps.
+        ConfigError: When applied: `recompute` chooses by cost what it saves.
 
     Examples:
         >>> compile_blocks(backend="aot_eager").kind
@@ -34,8 +34,8 @@ def compile_blocks(
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         del ps
-        refuse_by_cost(module, by="compiled")
-        for unit in find_blocks(module, blocks, needed_by="compiled"):
+        refuse_by_cost(module, by="compile_blocks")
+        for unit in find_blocks(module, blocks, needed_by="compile_blocks"):
             unit.compile(backend=backend, dynamic=dynamic)
         return module
 

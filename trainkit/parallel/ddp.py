@@ -1,7 +1,7 @@
-"""Replicas: gradients summed after backward, votes in place of sums, parameters averaged at times.
+"""Replicated data parallelism: summed gradients, sign votes, or local SGD by averaged parameters.
 
-FSDP over `dp_replicate` sums gradients unit by unit. What stands here sums them all at once, at the
-end of a step, or leaves the sum to the recipe, which may then do without it in most steps.
+FSDP over `dp_replicate` sums gradients unit by unit. `ddp` sums all of them at the end of a step,
+or leaves the sum to the recipe, which may then omit it in most steps.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from trainkit.types import Axis, ParallelState, check_choice
 
 
 def ddp(*, sums: bool = True) -> Transform:
-    """Return the transform that replicates over `ps.dp_replicate`, and sums gradients there.
+    """Return the transform that replicates over `ps.dp_replicate` and sums gradients there.
 
-    As data parallelism of old, but for the division: each rank keeps its parameters, whole or
-    sharded by an `fsdp` later in the plan, which then leaves `dp_replicate` alone. Gradients are
-    summed in a few flat buffers after the last microbatch. There is no wrapper, so that names stay.
+    Unlike torch's DDP it does not divide by the number of replicas. Each rank keeps its parameters,
+    full, or sharded by an `fsdp` later in the plan, which then does not use `dp_replicate`.
+    Gradients are summed in a few flat buffers after the last microbatch. Nothing is wrapped, so
+    that parameters keep their names.
 
     Args:
-        sums: False leaves gradients as the backward passes of a replica give them: the recipe sums
-            them by `sync_sp_grads(params, ps.dp_replicate)`, has them voted by `vote_signs`, or
-            steps each replica by itself and calls `average_parameters` at times.
+        sums: False leaves each replica its own gradients. The recipe then sums them by
+            `sync_sp_grads(params, ps.dp_replicate)`, combines them by `vote_signs`, or steps each
+            replica separately and calls `average_parameters` at intervals.
 
     Returns:
         A transform for `build_stages`.
@@ -74,12 +75,12 @@ def ddp(*, sums: bool = True) -> Transform:
 def average_parameters(
     params: Iterable[nn.Parameter], axis: Axis, *, weight: Tensor | float = 1.0
 ) -> None:
-    """Replace parameters by their mean over replicas, each of which counts by its weight.
+    """Replace parameters by their weighted mean over replicas.
 
-    For local SGD: replicas step by themselves, with the tokens of their own as the denominator, and
-    meet every so many steps. The weight is then how many tokens a replica has trained on since; the
-    mean is a sum with one denominator, as of losses. The moments of the optimizer stay each
-    replica's own. A checkpoint holds one replica, so save after an average only.
+    In local SGD replicas step separately, each with its own number of tokens as the denominator,
+    and average their parameters at intervals. The weight is then the number of tokens that a
+    replica has trained on since the last average. Each replica keeps its own optimizer moments. A
+    checkpoint holds one replica, so save only after an average.
 
         sums = forward_backward(batch.microbatches, denominator=all_sum(tokens, ps.fsdp))
         if step < start:
@@ -91,11 +92,11 @@ def average_parameters(
     Args:
         params: The parameters of this rank, plain or DTensor, the same on every rank of the axis.
         axis: The replicas, `ps.dp_replicate` of a plan with `ddp(sums=False)`.
-        weight: What this replica counts, at least 0; where all are 0, all count alike.
+        weight: The weight of this replica, at least 0; if all are 0, all count equally.
 
     Effects:
-        Writes the parameters, which are then equal on all ranks of the axis, bit for bit; those
-        that were equal stay as they are, up to a weight of 2^29 in all. Communicates on `axis`: the
+        Writes the parameters, which are then equal on all ranks of the axis, bit for bit. Those
+        that were equal do not change, up to a total weight of 2^29. Communicates on `axis`: the
         weights, and the parameters in fp64, 16 million in one all-reduce. Nothing at size 1.
 
     References:
@@ -110,15 +111,17 @@ def average_parameters(
         return
     own = torch.as_tensor(weight, dtype=torch.float64, device=get_local(params[0]).device)
     total = all_sum(own, axis)
+    # On the device, without a host sync: weights of 0 everywhere count as 1.
     own = torch.where(total > 0, own, 1.0)
     total = torch.where(total > 0, total, float(axis.count))
     for bucket in make_buckets(params):
-        parts = [get_local(p) for p in bucket]
-        flat = torch.cat([part.reshape(-1) for part in parts]).double().mul_(own)
+        shards = [get_local(p) for p in bucket]
+        # fp64 holds an fp32 times a weight below 2^29 exactly, hence equal values stay equal.
+        flat = torch.cat([x.reshape(-1) for x in shards]).double().mul_(own)
         dist.all_reduce(flat, group=axis.group)
-        means = flat.div_(total).split([part.numel() for part in parts])
-        for part, mean in zip(parts, means, strict=True):
-            part.copy_(mean.view_as(part))
+        means = flat.div_(total).split([x.numel() for x in shards])
+        for shard, mean in zip(shards, means, strict=True):
+            shard.copy_(mean.view_as(shard))
 
 
 @torch.no_grad()
@@ -128,27 +131,27 @@ def vote_signs(
     *,
     count: Literal["majority", "mean"] = "majority",
 ) -> None:
-    """Replace gradients by the votes of replicas on the sign of each element.
+    """Replace gradients by a vote of the replicas on the sign of each element.
 
-    Each replica votes by the sign of its own gradient, 0 for an element of 0; the votes are summed.
-    A vote takes a byte (four beyond 127 replicas). Call it once a step, after the last backward
-    pass. It is not the sign of a sum: more replicas give other numbers, so that this alone, of all
-    that trains, depends on the layout, on `dp_replicate`; what a replica is sharded over it does
-    not, since FSDP has summed those gradients before.
+    Each replica votes with the sign of its own gradient (0 for an element of 0), in one byte per
+    element, or four beyond 127 replicas. Call it once a step, after the last backward pass. The
+    result is not the sign of the summed gradient, so that it depends on the number of replicas,
+    unlike everything else in training. It does not depend on the axes that a replica is sharded
+    over, since FSDP has summed those gradients before.
 
     Args:
         params: The parameters of this rank, the same on every rank of the axis.
         axis: The voters, `ps.dp_replicate` of a plan with `ddp(sums=False)`.
-        count: "majority" gives the sign of the sum, 0 for a tie; "mean" the sum divided by the
-            number of voters.
+        count: "majority" gives the sign of the sum of votes, 0 for a tie; "mean" the sum divided
+            by the number of voters.
 
     Raises:
         ValueError: `count` is unknown, or a gradient is sparse.
 
     Effects:
         Replaces the values of `.grad`; communicates on `axis`: one all-reduce per dtype and 16
-        million elements. Where a gradient of a voter is not finite, those it is sent with become
-        NaN on all, so that no step is taken on them.
+        million elements. If a gradient of a voter is not finite, all gradients of its all-reduce
+        become NaN on all ranks, so that no step is taken.
 
     References:
         Bernstein et al., "signSGD with Majority Vote is Communication Efficient and Fault Tolerant"
@@ -167,17 +170,18 @@ def vote_signs(
         check_dense(bucket)
         has = [p.grad is not None for p in bucket]
         grads = list_gradients(bucket)
-        parts = [get_local(grad) for grad in grads]
-        flat = torch.cat([part.reshape(-1) for part in parts])
+        shards = [get_local(grad) for grad in grads]
+        flat = torch.cat([x.reshape(-1) for x in shards])
         is_bad = flat.isfinite().all().logical_not().reshape(1)
+        # One message: which parameters have a gradient, whether one is not finite, the votes.
         ballots = torch.cat([make_flags(has, flat), is_bad.to(flat), flat.sign()])
         votes = ballots.to(torch.int8 if axis.count < 128 else torch.int32)
         if axis.count > 1:
             dist.all_reduce(votes, group=axis.group)
-        owners, bad, votes = votes.split([len(parts), 1, flat.numel()])
+        owners, bad, votes = votes.split([len(shards), 1, flat.numel()])
         direction = votes.sign() if count == "majority" else votes / axis.count
         direction = direction.to(flat.dtype).masked_fill(bad > 0, math.nan)
-        for part, values in zip(parts, direction.split([x.numel() for x in parts]), strict=True):
-            part.copy_(values.view_as(part))
+        for shard, values in zip(shards, direction.split([x.numel() for x in shards]), strict=True):
+            shard.copy_(values.view_as(shard))
         for p, grad, is_used in zip(bucket, grads, find_used(has, owners), strict=True):
             p.grad = grad if is_used else None

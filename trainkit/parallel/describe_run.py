@@ -1,4 +1,4 @@
-"""What a run is, in lines at its start: the model and where it is, the data and its steps."""
+"""A description of a run, for its log: the model, the layout, the data and the steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 from trainkit.collectives import all_gather_objects
 from trainkit.packing.report import report_packing
-from trainkit.parallel.attention import attention_line
+from trainkit.parallel.attention import describe_attention
 from trainkit.parallel.linear_layers import describe_linears
 from trainkit.parallel.parameters import get_kind, get_named_parameters, is_tied_copy
 from trainkit.parallel.stage_forward import compute_device
@@ -22,18 +22,19 @@ def describe_run(
     rows_per_step: int,
     precision: Precision,
 ) -> str:
-    """Return lines that say what is trained, where, and on how much; and by which attention.
+    """Describe what is trained, where and on how much, in a few lines.
 
-    A third says which linear layers compute in float8, or as if they were quantised, if any do.
+    Further lines name the linear layers that compute in float8 or are fake-quantized, and the
+    attention kernels that were chosen.
 
-    Parameters are the whole model's in every layout: a shard counts as what it is a part of, and a
-    pipeline's copy of a tied embedding not at all. Matrices in few bits are told in bytes.
+    Parameters are counted in the whole model: a shard counts as its full parameter, and a
+    pipeline's copy of a tied embedding does not count. Quantized matrices count in bytes.
 
     Args:
         stages_or_model: This rank's stages, or any module.
-        rows: What an epoch goes through, from `pack_bins`.
+        rows: The rows of an epoch, from `pack_bins`.
         rows_per_step: Rows of a step, over all ranks.
-        precision: What is kept, computed, summed and remembered in.
+        precision: The dtypes of the run.
 
     Effects:
         Communicates: all ranks of the pipeline must call it.
@@ -53,32 +54,25 @@ def describe_run(
         4 rows of 8 tokens, 78.1 % full; 2 rows a step (16 tokens): 2 steps an epoch
     """
     stages = as_stages(stages_or_model, "describe_run")
-    total, trained, few_bits = _parameters(stages)
-    share = "all trained" if trained == total else f"{trained:,} of them trained"
-    share += f", and {few_bits:,} bytes of matrices in few bits" if few_bits else ""
+    own = [p for p in get_named_parameters(stages).values() if not is_tied_copy(p)]
+    counts = [
+        sum(p.numel() for p in own if get_kind(p) == kind)
+        for kind in ("trained", "frozen", "packed")
+    ]
+    by_rank = all_gather_objects(counts, stages.pp)
+    trained, frozen, packed = map(sum, zip(*by_rank, strict=True))
+    share = f"{trained:,} of them trained" if frozen else "all trained"
+    share += f", and {packed:,} bytes of quantized matrices" if packed else ""
     device = compute_device(stages[0])
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     world = stages.world.count
     ranks = f"{world} ranks: {stages.layout}" if world > 1 else "1 rank"
-    of_linears = next(filter(None, all_gather_objects(describe_linears(stages), stages.pp)), "")
-    chosen = attention_line(stages)
-    full, steps = report_packing(rows)["efficiency"], len(rows) / rows_per_step
+    linears = next(filter(None, all_gather_objects(describe_linears(stages), stages.pp)), "")
+    efficiency, steps = report_packing(rows)["efficiency"], len(rows) / rows_per_step
     return (
-        f"{total:,} parameters, {share}, in {precision} on {name}, {ranks}\n"
-        f"{len(rows):,} rows of {rows.capacity:,} tokens, {100 * full:.1f} % full; "
+        f"{trained + frozen:,} parameters, {share}, in {precision} on {name}, {ranks}\n"
+        f"{len(rows):,} rows of {rows.capacity:,} tokens, {100 * efficiency:.1f} % full; "
         f"{rows_per_step:,} rows a step ({rows_per_step * rows.capacity:,} tokens): "
         f"{f'{steps:,.0f}' if steps >= 100 else f'{steps:.3g}'} steps an epoch"
-        + "".join(f"\n{line}" for line in (of_linears, chosen) if line)
+        + "".join(f"\n{line}" for line in (linears, describe_attention(stages)) if line)
     )
-
-
-def _parameters(stages: Stages) -> tuple[int, int, int]:
-    """Return how many numbers the whole model has, how many are trained, how many bytes beside."""
-    own = [p for p in get_named_parameters(stages).values() if not is_tied_copy(p)]
-    trained, frozen, packed = (
-        sum(p.numel() for p in own if get_kind(p) == kind)
-        for kind in ("trained", "frozen", "packed")
-    )
-    counts = [trained + frozen, trained, packed]
-    totals = map(sum, zip(*all_gather_objects(counts, stages.pp), strict=True))
-    return next(totals), next(totals), next(totals)

@@ -1,8 +1,8 @@
-"""A frozen second model beside the one that is trained, in the same layout: a teacher, a reference.
+"""A second, frozen model in the same layout: a teacher, or a reference model.
 
-It takes the microbatches of a step forward, and what it makes of them goes beside them, for the
-loss of the model that is trained. In a pipeline only its last stage makes anything, on the ranks
-that compute the loss.
+It runs forward on the microbatches of a step, and its outputs are added to them as columns for the
+loss of the trained model. In a pipeline its last stage adds them, on the ranks that compute the
+loss.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainkit.parallel.stage_ranks import as_stages
 from trainkit.types import Batch, Call, Hidden, Stages, drop_routing
 
 ColumnsOf = Callable[[Any, Mapping[str, Any]], Mapping[str, Tensor]]
-"""From a model's output and its batch to columns of that batch by name, `[B, S, ...]` each."""
+"""`select_columns(output, batch)`: columns of the batch by name, `[B, S, ...]` each."""
 
 
 def add_columns(
@@ -29,25 +29,25 @@ def add_columns(
     *,
     call: Call | None = None,
 ) -> list[Batch]:
-    """Return microbatches that carry what a frozen model makes of them, in `extra`.
+    """Return microbatches with outputs of a frozen model as further columns, in `extra`.
 
-    All of them go through the model first, in evaluation mode and without gradients, so that the
-    columns of a whole step exist at a time: for a teacher its hidden states, for a reference a
-    number per token.
+    All microbatches are run first, in evaluation mode and without gradients, so the columns of a
+    whole step are in memory at once: the hidden states of a teacher, or one number per token of a
+    reference model.
 
     Args:
         stages_or_model: This rank's stages of the frozen model, in the layout and with the schedule
-            of the model that is trained; or any module.
-        microbatches: Those of this rank, as many as the ranks have that its shards reach.
-        select_columns: What is kept of an output, `[B, S, ...]` as the labels.
-        call: How a batch enters the model, in place of the stages' own call, or of `call_model`.
+            of the trained model; or any module.
+        microbatches: The microbatches of this rank; their number is equal on all ranks.
+        select_columns: Returns the columns to keep of an output, `[B, S, ...]` like the labels.
+        call: Calls a stage with a batch; by default the call of the stages, or `call_model`.
 
     Returns:
-        The microbatches with their columns on the ranks of the last stage; as they were elsewhere.
+        The microbatches with their columns on the ranks of the last stage, unchanged on others.
 
     Effects:
-        Puts the stages into evaluation mode and back. Sharded stages communicate, and those of a
-        pipeline: every rank must call it.
+        Puts the stages into evaluation mode and back. Sharded stages and pipelines communicate:
+        every rank must call it.
 
     Examples:
         >>> from trainkit.batch import make_padding_batch
@@ -57,19 +57,20 @@ def add_columns(
         >>> batch["squares"].shape, batch["squares"].requires_grad
         (torch.Size([1, 2, 3]), False)
 
-    Log-probabilities of a reference are such columns in Rafailov et al., "Direct preference
-    optimization" (2023), hidden states of a teacher in Hinton et al. (2015) by way of its head.
+    Such columns are the log-probabilities of the reference model in Rafailov et al., "Direct
+    preference optimization" (2023), and hidden states of a teacher for distillation (Hinton et al.,
+    2015).
     """
-    stages = as_stages(stages_or_model, "with_columns", call=call)
+    stages = as_stages(stages_or_model, "add_columns", call=call)
 
-    def add_columns(batch: Batch) -> Batch:
+    def add_to(batch: Batch) -> Batch:
         output = forward_stages(stages, batch)
         if output is None:
             return batch
         return attrs.evolve(batch, extra={**batch.extra, **select_columns(output, batch)})
 
     with use_eval_mode(stages):
-        return [add_columns(batch) for batch in microbatches]
+        return [add_to(batch) for batch in microbatches]
 
 
 def make_output_head(
@@ -78,19 +79,20 @@ def make_output_head(
     *,
     call: Call | None = None,
 ) -> Hidden:
-    """Return what a frozen model makes logits of hidden states with, for `objectives.distillation`.
+    """Return the output head of a frozen model, for `objectives.distillation`.
 
-    A sharded model has its output weight in a forward pass alone: this copies it out of one, once,
-    since it never changes.
+    A sharded model has its full output weight only during a forward pass: this copies it out of
+    one. Once is enough, since the weight does not change.
 
     Args:
         stages_or_model: As in `add_columns`, of a model that returns a `Hidden`.
-        batch: Any microbatch of this layout, for all ranks that its shards reach.
-        call: How a batch enters the model, in place of the stages' own call, or of `call_model`.
+        batch: Any microbatch of this layout, on every rank.
+        call: Calls a stage with a batch; by default the call of the stages, or `call_model`.
 
     Returns:
         A `Hidden` without hidden states: the output weight `[V, E]` or this rank's rows of it, the
-        axis over which they are cut, and the soft cap. Without rows where the last stage is not.
+        axis over which it is sharded, and the soft cap. On ranks without the last stage it is
+        empty.
 
     Effects:
         As `add_columns`. Keeps a copy of the weight on every rank of the last stage.
@@ -102,9 +104,9 @@ def make_output_head(
         (torch.Size([0]), torch.Size([8, 4]), 30.0)
     """
     stages = as_stages(stages_or_model, "make_output_head", call=call)
-    nothing = torch.empty(0)
-    with use_eval_mode(stages):  # at its end FSDP lets go of the weight of a `Hidden`
+    empty = torch.empty(0)
+    with use_eval_mode(stages):  # at its end FSDP frees the weight of a `Hidden`
         output = drop_routing(forward_stages(stages, batch))
         if output is None:
-            return Hidden(nothing, nothing)
-        return output._replace(hidden=nothing, weight=output.weight.detach().clone())
+            return Hidden(empty, empty)
+        return output._replace(hidden=empty, weight=output.weight.detach().clone())

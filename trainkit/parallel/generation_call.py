@@ -25,28 +25,28 @@ def make_call(
     call: Call | None = None,
     sharded: bool = False,
 ) -> Call:
-    """Make the call by which `generation.generate` gets logits on every rank of any layout.
+    """Make the call with which `generation.generate` gets logits on every rank of any layout.
 
-    `generate` makes it itself when it is given a `Stages`.
+    `generate` makes it itself if it is given a `Stages`.
 
-    For the stages of a `Decoder` it is a `CachedCall`: a rank keeps the keys and values of its own
-    layers and heads. Ranks that split sequences (ring, Ulysses) all compute the same, and so do
-    those that split rows, unless each has prompts of its own.
+    For the stages of a `Decoder` it is a `CachedCall`: each rank caches the keys and values of its
+    own layers and heads. Ranks of ring and Ulysses all compute the same, and so do ranks of dp,
+    unless they have prompts of their own.
 
-    For other stages, or where a `call` is given, the whole text is computed each time, shared out
-    over the ranks: it is lengthened to what they can share equally. Attention is causal, so what
-    stands behind the text changes nothing in it, and is cut off again.
+    For other stages, or with a `call`, the full text is computed each time, sharded over the ranks.
+    It is padded to a length that divides, and the logits of the padding are cut off: attention is
+    causal, so that padding after the text changes nothing in it.
 
     Args:
         stages: This rank's stages, from `build_stages`.
-        call: How a batch enters a stage, and then nothing is cached.
-        sharded: Whether ranks of `dp` have batches of their own, as with
-            `generation.generate_sharded`; all must call it as often.
+        call: Calls a stage with a batch, without a cache.
+        sharded: Whether ranks of dp have batches of their own, as with
+            `generation.generate.generate_sharded`; all must call it the same number of times.
 
     Returns:
-        `call(model, batch) -> logits`: `[1, R, V]` of a batch with a "cache", else `[1, S, V]` of a
-        batch of one row with one document. All ranks, or all that have the same batch, get the bits
-        of one, so that they draw the same token. The model it is given is not used: `stages` are.
+        `call(model, batch) -> logits`: `[1, R, V]` for a batch with a "cache", else `[1, S, V]` for
+        a batch of one row with one document. All ranks of one batch get the same bits, so that they
+        draw the same token. The model argument is not used: `stages` are.
 
     Effects:
         None here. The returned function puts the stages into evaluation mode and back, and
@@ -68,20 +68,23 @@ def make_call(
     pp, tp, world = stages.pp, stages.tp, stages.world
     last = get_stage_places(stages, pp)[0].ranks[-1]
     source = last * (world.count // pp.count)  # pp is the outermost axis
-    kinds: list[Any] = []  # of logits, which only the last stage knows
+    kind: list[Any] = []  # vocabulary size and dtype of logits, which only the last stage knows
 
     def run(batch: Mapping[str, Any], call: Call) -> Tensor | None:
-        with use_eval_mode(stages):  # at its end FSDP lets go of the weight of a `Hidden`
+        """Return the logits of this rank's tokens, `[1, S, V]`, on ranks of the last stage."""
+        with use_eval_mode(stages):  # at its end FSDP frees the weight of a `Hidden`
             output = forward_stages(stages, batch, call=call)
-            return None if output is None else _whole(output, stages[-1])
+            return None if output is None else _get_logits(output, stages[-1])
 
-    def shared(logits: Tensor | None, length: int) -> Tensor:
-        if not kinds:
+    def share(logits: Tensor | None, length: int) -> Tensor:
+        """Broadcast logits to all ranks that have the same batch."""
+        if not kind:
             own = None if logits is None else [logits.shape[-1], str(logits.dtype)]
-            kinds.extend(all_gather_objects(own, pp)[last])
+            kind.extend(all_gather_objects(own, pp)[last])
         if logits is None:
-            shape, dtype = (1, length, kinds[0]), getattr(torch, kinds[1].removeprefix("torch."))
+            shape, dtype = (1, length, kind[0]), getattr(torch, kind[1].removeprefix("torch."))
             logits = torch.empty(shape, dtype=dtype, device=compute_device(stages[0]))
+        # Also where each rank has computed them: equal bits draw equal tokens.
         if not sharded:
             return broadcast(logits.contiguous(), world, source=source)
         logits = broadcast(logits.contiguous(), pp, source=last)
@@ -92,42 +95,53 @@ def make_call(
     def run_cached(_: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         ends = batch["cache"].last
         rows = batch["input_ids"].shape[1] if ends is None else len(ends)
-        return shared(run(_filled_up(batch, tp.count), call_with_cache), rows)
+        return share(run(_pad_to_multiple(batch, tp.count), call_with_cache), rows)
 
-    def run_anew(_: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        whole = _lengthened(batch, stages)
-        part = shard_sequence(whole, ring=stages.ring.share, ulysses=stages.ulysses.share)
-        logits, length = run(part, call or stages.call), batch["input_ids"].shape[1]
+    def run_full(_: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        padded, length = _pad_document(batch, stages), batch["input_ids"].shape[1]
+        local = shard_sequence(padded, ring=stages.ring.share, ulysses=stages.ulysses.share)
+        logits = run(local, call or stages.call)
         if logits is not None:
-            logits = _in_order(logits, stages)[:, :length]
-        return shared(logits, length)
+            logits = all_gather_replicated(logits, stages.ulysses, dim=1)
+            logits = all_gather_replicated(logits, stages.ring, dim=1)
+            logits = zigzag_unshard(logits, stages.ring.count)[:, :length]
+        return share(logits, length)
 
-    keeps = call is None and all(isinstance(stage, Decoder) for stage in stages)
-    return CachedCall(run_cached) if keeps else run_anew
+    uses_cache = call is None and all(isinstance(stage, Decoder) for stage in stages)
+    return CachedCall(run_cached) if uses_cache else run_full
 
 
-def _filled_up(batch: Mapping[str, Any], multiple: int) -> Mapping[str, Any]:
-    """Return a batch of one row with padding, so that ranks of tp have equal parts of it."""
-    more = -batch["input_ids"].shape[1] % multiple
-    if not more:
-        return batch
-    fills = {"input_ids": 0, "position_ids": 0, "document_ids": -1}
-    filled = {name: nn.functional.pad(batch[name], (0, more), value=x) for name, x in fills.items()}
-    spans = batch["spans"]
-    ends = nn.functional.pad(spans.cu_seqlens, (0, 1))
-    ends[-1] = filled["input_ids"].shape[1]
-    lengths = np.append(spans.lengths, more)
-    cache = batch["cache"]
-    if cache.last is None:
-        cache = attrs.evolve(
-            cache, last=torch.arange(batch["input_ids"].shape[1], device=ends.device)
+def _get_logits(output: Any, stage: nn.Module) -> Tensor:
+    """Return full logits `[1, S, V]`; raise ValueError for those of a part of the vocabulary."""
+    logits = whole_logits(output)
+    vocab_size = getattr(getattr(stage, "config", None), "vocab_size", logits.shape[-1])
+    if logits.shape[-1] < vocab_size:
+        raise ValueError(
+            f"make_call: the model gives logits of {logits.shape[-1]} words of {vocab_size}; give "
+            'the style "column_gathered" to its last matrix'
         )
-    spans = Spans(ends, lengths, max(spans.max_length, more))
-    return {**batch, **filled, "spans": spans, "cache": cache}
+    return logits
 
 
-def _lengthened(batch: Mapping[str, Any], stages: Stages) -> Batch:
-    """Return a batch of one document, made long enough for every rank to have an equal part."""
+def _pad_to_multiple(batch: Mapping[str, Any], multiple: int) -> Mapping[str, Any]:
+    """Return a batch of one row with row padding, so that ranks of tp have equal shards of it."""
+    length = batch["input_ids"].shape[1]
+    padding = -length % multiple
+    if not padding:
+        return batch
+    values = {"input_ids": 0, "position_ids": 0, "document_ids": -1}
+    padded = {k: nn.functional.pad(batch[k], (0, padding), value=x) for k, x in values.items()}
+    spans, cache = batch["spans"], batch["cache"]
+    ends = nn.functional.pad(spans.cu_seqlens, (0, 1))
+    ends[-1] = length + padding
+    if cache.last is None:  # all tokens of the batch, but not its padding
+        cache = attrs.evolve(cache, last=torch.arange(length, device=ends.device))
+    spans = Spans(ends, np.append(spans.lengths, padding), max(spans.max_length, padding))
+    return {**batch, **padded, "spans": spans, "cache": cache}
+
+
+def _pad_document(batch: Mapping[str, Any], stages: Stages) -> Batch:
+    """Return a batch of one document, padded so that every rank has an equal shard of it."""
     device = compute_device(stages[0])
     ids, lengths = batch["input_ids"].to(device), batch["spans"].lengths
     if ids.shape[0] != 1 or len(lengths) != 1:
@@ -139,35 +153,16 @@ def _lengthened(batch: Mapping[str, Any], stages: Stages) -> Batch:
     multiple = stages.tp.count * stages.ulysses.count * (2 * ring if ring > 1 else 1)
     length = -(-ids.shape[1] // multiple) * multiple
     zeros = torch.zeros((1, length), dtype=torch.int64, device=device)
-    places = torch.arange(length, device=device)[None]
+    index = torch.arange(length, device=device)[None]
     return Batch(
         input_ids=nn.functional.pad(ids, (0, length - ids.shape[1])),
         labels=zeros + IGNORED_LABEL,
-        position_ids=batch["position_ids"][:, :1].to(device) + places,
+        position_ids=batch["position_ids"][:, :1].to(device) + index,
         document_ids=zeros,
-        token_index=places,
+        token_index=index,
         spans=Spans(
             torch.arange(0, length + 1, length, dtype=torch.int32, device=device),
             np.array([length]),
             length,
         ),
     )
-
-
-def _whole(output: Any, stage: nn.Module) -> Tensor:
-    """Return the logits of this rank's tokens: `[1, S, V]`; refuse a part of the vocabulary."""
-    logits = whole_logits(output)
-    size = getattr(getattr(stage, "config", None), "vocab_size", logits.shape[-1])
-    if logits.shape[-1] < size:
-        raise ValueError(
-            f"make_call: the model gives logits of {logits.shape[-1]} words of {size}; give the "
-            'style "column_gathered" to its last matrix'
-        )
-    return logits
-
-
-def _in_order(logits: Tensor, stages: Stages) -> Tensor:
-    """Put the tokens of all ranks of the sequence back into the order of the text."""
-    ring_part = all_gather_replicated(logits, stages.ulysses, dim=1)
-    whole = all_gather_replicated(ring_part, stages.ring, dim=1)
-    return zigzag_unshard(whole, stages.ring.count)

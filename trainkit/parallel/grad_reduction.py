@@ -373,7 +373,7 @@ class Reduction:
         self._drop_unused()
         self.order.compare(self.reducers)
         for _, module in self.reducers.ddp:
-            sum_grads_(_list_ddp_parameters(module), module.process_group)
+            all_reduce_gradients_(_list_ddp_parameters(module), module.process_group)
             # As after DDP's own reduction: the next forward pass broadcasts its buffers.
             module.require_forward_param_sync = True
 
@@ -684,8 +684,8 @@ def sum_partial_(model: nn.Module) -> None:
         model: Any module; modules that `mark_partial_` has marked are found.
 
     Effects:
-        Replaces the values of `.grad`; communicates over the marked axes, as `sum_grads_`. Nothing
-        if no parameter is marked.
+        Replaces the values of `.grad`; communicates over the marked axes, as
+        `all_reduce_gradients_`. Nothing if no parameter is marked.
 
     Examples:
         >>> sum_partial_(nn.Linear(1, 1))
@@ -694,11 +694,11 @@ def sum_partial_(model: nn.Module) -> None:
     for parameter, axis in _list_partial(model.modules()):
         groups.setdefault(axis.group, []).append(parameter)
     for group, parameters in groups.items():
-        sum_grads_(parameters, group)
+        all_reduce_gradients_(parameters, group)
 
 
 @torch.no_grad()
-def sum_grads_(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+def all_reduce_gradients_(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Sum the gradients of parameters over a process group, in a few flat buffers.
 
     A parameter without a gradient on this rank counts as zeros, so all ranks send buffers of equal

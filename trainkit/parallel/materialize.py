@@ -7,7 +7,6 @@ tensors in an attribute `shapes`, the model must use all of them, persistent buf
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -24,6 +23,7 @@ from trainkit.parallel.parameters import (
     get_local_box,
     get_named_buffers,
     get_named_parameters,
+    hash_values,
     retie_,
 )
 from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights
@@ -126,7 +126,7 @@ def fills_of(module: nn.Module) -> dict[str, Fill]:
 def _read_values(
     weights: Weights, names: Sequence[str], shape: tuple[int, ...], offset: tuple[int, ...]
 ) -> Tensor:
-    """Return a box of a tensor that has several names."""
+    """Return a box of a tensor, and check that it is the same by each of its names."""
     available = [name for name in names if name in shapes_of(weights)] or names[:1]
     results = [weights(name, shape, offset) for name in available]
     for name, values in zip(available, results, strict=True):
@@ -190,7 +190,7 @@ def compute_buffers(make_model: Callable[[], nn.Module]) -> dict[str, Tensor]:
 
 
 def listed(weights: Weights, shapes: Mapping[str, Sequence[int]]) -> Weights:
-    """Say of a `Weights` function which whole tensors it holds; a model must take all of them.
+    """Attach the shapes of its full tensors to a `Weights` function; a model must use all of them.
 
     Effects:
         Sets an attribute of the function.
@@ -200,13 +200,13 @@ def listed(weights: Weights, shapes: Mapping[str, Sequence[int]]) -> Weights:
         >>> shapes_of(listed(ones, {"a": [2]}))
         {'a': (2,)}
     """
-    found = {name: tuple(shape) for name, shape in shapes.items()}
-    setattr(weights, "shapes", found)  # noqa: B010 (a function has no such attribute)
+    tuples = {name: tuple(shape) for name, shape in shapes.items()}
+    setattr(weights, "shapes", tuples)  # noqa: B010 (a function has no such attribute)
     return weights
 
 
 def shapes_of(weights: Weights) -> Mapping[str, tuple[int, ...]]:
-    """Return which whole tensors a `Weights` function says it holds; none if it does not say.
+    """Return the shapes of the full tensors that `listed` has attached; by default none.
 
     Examples:
         >>> shapes_of(lambda name, shape, offset: torch.ones(tuple(shape)))
@@ -216,15 +216,14 @@ def shapes_of(weights: Weights) -> Mapping[str, tuple[int, ...]]:
 
 
 def check_fit(model: nn.Module, weights: Weights) -> None:
-    """Refuse weights that say which tensors they hold, and are not of this model.
+    """Raise CheckpointError if weights list tensors that are not those of a model.
 
     Args:
         model: The whole model.
-        weights: The weights; what they lack is told when they are asked for it.
+        weights: The weights. A tensor that they lack raises an error when it is read.
 
     Raises:
-        CheckpointError: They hold tensors which the model has no place for, or of another shape;
-            all are named.
+        CheckpointError: The model has no such tensor, or one of another shape; `got` names all.
 
     Examples:
         >>> ones = lambda name, shape, offset: torch.ones(tuple(shape))
@@ -232,69 +231,71 @@ def check_fit(model: nn.Module, weights: Weights) -> None:
         Traceback (most recent call last):
         trainkit.types.CheckpointError: build_stages: the weights hold 'scale', which the model ...
     """
-    model_has = {name: tuple(x.shape) for name, x in _named_tensors(model).items()}
-    model_has |= {  # of what is held in few bits, what it is made of
+    shapes = {name: tuple(x.shape) for name, x in _get_named_tensors(model).items()}
+    shapes |= {  # a quantized matrix is made from the full one
         canonical_name(f"{path}.{key}" if path else key): packing.shape
         for path, part in model.named_modules()
         for key, packing in vars(part).get("packings", {}).items()
     }
-    held = shapes_of(weights)
     problems = [
-        f"{name!r} of shape {shape}, where the model's has {model_has[name]}"
-        for name, shape in held.items()
-        if name in model_has and model_has[name] != shape
+        f"{name!r} of shape {shape}, where the model's has {shapes[name]}"
+        for name, shape in shapes_of(weights).items()
+        if name in shapes and shapes[name] != shape
     ]
     problems += [
-        f"{name!r}, which the model does not have" for name in held if name not in model_has
+        f"{name!r}, which the model does not have"
+        for name in shapes_of(weights)
+        if name not in shapes
     ]
     if problems:
         more = f" (and {len(problems) - 1} more such tensors)" if len(problems) > 1 else ""
         raise CheckpointError(
-            f"build_stages: the weights hold {problems[0]}{more}; make the model that they are "
-            "of, or let open_weights leave some out by allow_extra",
+            f"build_stages: the weights hold {problems[0]}{more}; make the model that they belong "
+            "to, or let open_weights leave some out by allow_extra",
             where="weights",
             got=problems,
         )
 
 
-def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
+def _get_named_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by all of their names in the whole model."""
     named: dict[str, Tensor] = {**get_named_parameters([module]), **get_named_buffers([module])}
-    shared = [(tie[0], name) for tie in find_ties(module) for name in tie if tie[0] in named]
-    return named | {name: named[first] for first, name in shared}
+    ties = [tie for tie in find_ties(module) if tie[0] in named]
+    return named | {name: named[tie[0]] for tie in ties for name in tie}
 
 
-def narrow_to_box(whole: Tensor, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-    """Return a box of a tensor, a view of it.
+def narrow_to_box(full: Tensor, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+    """Return a box of a tensor as a view.
 
     Examples:
         >>> narrow_to_box(torch.arange(4), (2,), (1,))
         tensor([1, 2])
     """
     for dim, (start, size) in enumerate(zip(offset, shape, strict=True)):
-        whole = whole.narrow(dim, start, size)
-    return whole
+        full = full.narrow(dim, start, size)
+    return full
 
 
 def weights_from_module(module: nn.Module, *, axis: Axis = SOLO) -> Weights:
-    """Return the values of a module, made and initialised as its author meant it, as `Weights`.
+    """Return the values of an initialized module as `Weights`.
 
-    `build_stages(make_model, ps, plan, weights=weights_of(make_model(), axis=ps.world))` begins
-    with the initial values of a model of one's own. Each rank makes the whole module, on its CPU,
-    from the same seed, and keeps it while the stages are built.
+    `build_stages(make_model, ps, plan, weights=weights_from_module(make_model(), axis=ps.world))`
+    starts from the initial values of any model. Each rank makes the full module on its CPU, from
+    the same seed, and keeps it while the stages are built.
 
     Args:
-        module: The whole model, plain; its ties are known by all of their names.
+        module: The full module, not sharded. Tied tensors are found by each of their names.
         axis: The ranks that call this together, whose modules must hold the same values.
 
     Returns:
-        A `Weights` function: parts of the module's own tensors.
+        A `Weights` function of boxes of the module's own tensors.
 
     Raises:
-        ValueError: A tensor is on the meta device; or, told on all ranks, one holds other values.
+        ValueError: A tensor is on the meta device, or a rank holds other values; then all ranks
+            raise it.
 
     Effects:
-        With several ranks hashes the module, and communicates on `axis`.
+        With several ranks it hashes the module, and communicates on `axis`.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
@@ -308,31 +309,26 @@ def weights_from_module(module: nn.Module, *, axis: Axis = SOLO) -> Weights:
         >>> torch.equal(model.weight, made.weight)
         True
     """
-    named = _named_tensors(module)
+    named = _get_named_tensors(module)
     for name, tensor in named.items():
         if tensor.is_meta:
-            raise ValueError(f"weights_of: {name!r} is on the meta device, and has no values")
+            raise ValueError(
+                f"weights_from_module: {name!r} is on the meta device, and has no values"
+            )
     if axis.count > 1:
-        _check_alike(named, axis)
+        hashes = {name: hash_values(tensor) for name, tensor in named.items()}
+        first, *others = all_gather_objects(hashes, axis)
+        for rank, other in enumerate(others, start=1):
+            different = [name for name in first if other.get(name) != first[name]]
+            if different:
+                raise ValueError(
+                    f"weights_from_module: rank {rank} holds other values of {different[0]!r} than "
+                    "rank 0; make the module from the same seed on every rank"
+                )
 
     def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
         if name not in named:
-            raise ValueError(f"weights_of: the module has no tensor {name!r}")
+            raise ValueError(f"weights_from_module: the module has no tensor {name!r}")
         return narrow_to_box(named[name].detach(), shape, offset)
 
     return listed(read, {name: tensor.shape for name, tensor in named.items()})
-
-
-def _check_alike(named: Mapping[str, Tensor], axis: Axis) -> None:
-    def digest(tensor: Tensor) -> str:
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return hashlib.sha256(cast("Any", flat.numpy())).hexdigest()
-
-    ranks = all_gather_objects({name: digest(tensor) for name, tensor in named.items()}, axis)
-    for rank, found in enumerate(ranks):
-        other = [name for name in ranks[0] if found.get(name) != ranks[0][name]]
-        if other:
-            raise ValueError(
-                f"weights_of: rank {rank} holds other values of {other[0]!r} than rank 0; make the "
-                "module from the same seed on every rank"
-            )

@@ -1,4 +1,4 @@
-"""Activation offload: what waits for backward lies in host memory, and is fetched ahead."""
+"""Activation offloading: tensors saved for backward move to host memory, and are prefetched."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from trainkit.types import ConfigError, ParallelState
 
 Start = Callable[[], Callable[[], Tensor]]
 Store = Callable[[Tensor], Start]
-"""`store(x)`, uint8 `[N]` on the device, begins to copy it elsewhere and returns `start`;
-`ready = start()` begins to bring it back, and `ready()` is there for what runs next."""
+"""`start = store(x)` starts to copy x, uint8 `[N]` on the device, away; `ready = start()` starts
+the copy back; `ready()` returns its result, for use by the work that is queued next."""
 
 
 def copy_to_host(x: Tensor) -> Start:
-    """Copy bytes to host memory and back: the `Store` of `offload_activations` by default.
+    """Copy bytes to host memory and back: the default `Store` of `offload_activations`.
 
-    There memory is pinned, and copies are on a stream of their own. Elsewhere they are plain ones.
+    On CUDA the host memory is pinned, and a separate stream copies. On other devices the copies are
+    synchronous.
 
     Examples:
         >>> copy_to_host(torch.ones(2, dtype=torch.uint8))()()
@@ -35,13 +36,14 @@ def copy_to_host(x: Tensor) -> Start:
     """
     device = x.device
     if device.type != "cuda":
-        there = x.to("cpu", copy=True)
-        return lambda: partial(there.to, device)
-    side = _side_stream(device)
+        stored = x.to("cpu", copy=True)
+        return lambda: partial(stored.to, device)
+    side = _get_copy_stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     with torch.cuda.stream(side):
         host.copy_(x, non_blocking=True)
+    # The caller drops x at once: the allocator must not reuse it before the copy is done.
     x.record_stream(side)
 
     def start() -> Callable[[], Tensor]:
@@ -60,30 +62,31 @@ def copy_to_host(x: Tensor) -> Start:
     return start
 
 
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+@cache  # one for all stores of a device
+def _get_copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
 def offload_activations(
     *, budget: int, smallest: int = 2**16, blocks: str = "layers.*", store: Store = copy_to_host
 ) -> Transform:
-    """Return the transform that keeps activations of the blocks in host memory until backward.
+    """Return the transform that offloads activations of the blocks to host memory until backward.
 
-    Beyond `budget` bytes on the device, those that were saved first go, since backward asks for
-    them last. While it uses some, the next ones are fetched ahead, as far as the budget has room:
-    it should hold what two blocks save. All microbatches that are under way share it.
+    When saved tensors exceed `budget` bytes on the device, the oldest are offloaded first, since
+    backward needs them last. While backward uses some, the next ones are prefetched as far as the
+    budget allows; it should hold what two blocks save. All microbatches in flight share it.
 
-    What is saved more than once, or as several views of one memory, is kept once, whole.
-    Parameters stay, and so do the results that `recompute` keeps by name or by cost, which it holds
-    itself: with `recompute("full")` the inputs of blocks go. Numbers are the same, bit for bit.
+    Storage that is saved several times, or through several views, is offloaded once. Parameters
+    stay on the device, and so do the results that `recompute` saves by name or by cost, which it
+    holds itself; with `recompute("full")` the inputs of blocks are offloaded. Results are the same,
+    bit for bit.
 
     Args:
-        budget: Bytes of saved tensors that may be on the device. One that is in use there is there
-            whatever the budget is.
-        smallest: Bytes below which a tensor's memory stays.
+        budget: Bytes of saved tensors that may stay on the device. A tensor that is in use is there
+            in any case.
+        smallest: Bytes below which storage is not offloaded.
         blocks: The name pattern of the blocks.
-        store: Where to and how; see `Store`.
+        store: Copies bytes away and back; see `Store`.
 
     Returns:
         A transform for `build_stages`. It replaces `forward` on each block and renames nothing.
@@ -91,7 +94,7 @@ def offload_activations(
     Raises:
         ConfigError: `budget` or `smallest` is below 0.
         ValueError: When applied: `blocks` matches nothing.
-        RuntimeError: In backward: a tensor that was saved has been changed in place.
+        RuntimeError: In backward: a saved tensor was changed in place.
 
     References:
         Rhu et al., "vDNN" (2016); Ren et al., "ZeRO-Offload" (2021).
@@ -102,38 +105,42 @@ def offload_activations(
     """
     for name, value in (("budget", budget), ("smallest", smallest)):
         if not 0 <= value < math.inf:
-            raise ConfigError(f"offload: {name} is in bytes, at least 0, got {value}", where=name)
+            raise ConfigError(
+                f"offload_activations: {name} is in bytes, at least 0, got {value}", where=name
+            )
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         del ps
-        units = find_blocks(module, blocks, needed_by="offload")
+        units = find_blocks(module, blocks, needed_by="offload_activations")
         for unit in units:
-            wrap_forward_(unit, partial(_offloading, shelf=shelf, first=unit is units[0]))
+            wrap_forward_(unit, partial(_offload_saved, saved=saved, first=unit is units[0]))
         return module
 
-    shelf = _Shelf(budget, smallest, store)  # of all stages of this rank
+    saved = _SavedTensors(budget, smallest, store)  # shared by all stages
     return Transform(apply, kind="offload")
 
 
-def _offloading(forward: Forward, *, shelf: _Shelf, first: bool) -> Forward:
-    # Compiled are the frames inside: what they save is packed when they run.
+def _offload_saved(forward: Forward, *, saved: _SavedTensors, first: bool) -> Forward:
+    """Return a forward pass whose saved tensors `saved` holds; `first` starts a new pass."""
+
+    # Only this frame is not compiled: compiled frames inside it pack their tensors as they run.
     @torch.compiler.disable(recursive=False)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if first:
-            shelf.begin()
-        shelf.enter(self)
-        with torch.autograd.graph.saved_tensors_hooks(shelf.pack, shelf.unpack):
+            saved.current = _Pass()
+        saved.enter(self)
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
             return forward(self, *args, **kwargs)
 
     return call
 
 
-def _key(x: Tensor) -> int:
+def _storage_key(x: Tensor) -> int:
     return x.untyped_storage()._cdata  # noqa: SLF001 (no public way)
 
 
 class _Pass:
-    """What one forward pass has saved, in order, and which of it is the next to be fetched."""
+    """The tensors that one forward pass has saved, in order, and the next to prefetch."""
 
     def __init__(self) -> None:
         self.entries: list[weakref.ref[_Entry]] = []
@@ -141,132 +148,145 @@ class _Pass:
 
 
 class _Entry:
-    """The memory of a saved tensor: on the device, on its way there, or elsewhere."""
+    """The storage of a saved tensor: on the device, on its way there, or elsewhere."""
 
-    def __init__(self, shelf: _Shelf, x: Tensor) -> None:
-        self.shelf, self.within, self.index = shelf, shelf.current, len(shelf.current.entries)
-        self.size = x.untyped_storage().nbytes()
+    def __init__(self, saved: _SavedTensors, x: Tensor) -> None:
+        self.saved = saved
+        self.forward_pass, self.index = saved.current, len(saved.current.entries)
+        self.num_bytes = x.untyped_storage().nbytes()
         self.origin = StorageWeakRef(x.untyped_storage())
-        self.here: Tensor | None = x.detach()
-        self.version, self.changed = x._version, False  # noqa: SLF001 (which autograd compares)
+        self.on_device: Tensor | None = x.detach()
+        self.version, self.is_changed = x._version, False  # noqa: SLF001 (which autograd compares)
         self.start: Start | None = None
         self.ready: Callable[[], Tensor] | None = None
 
-    def leave(self) -> None:
-        """Give up the device's memory; what has been fetched before is elsewhere already."""
+    def offload(self) -> None:
+        """Free the device memory, after a copy unless one was made before."""
         if self.start is None:
-            self.check()
-            assert self.here is not None
-            flat = torch.empty(0, dtype=torch.uint8, device=self.here.device)
-            self.start = self.shelf.store(flat.set_(self.here.untyped_storage()))
-        self.here = self.ready = None
+            self.check_version()
+            assert self.on_device is not None
+            flat = torch.empty(0, dtype=torch.uint8, device=self.on_device.device)
+            self.start = self.saved.store(flat.set_(self.on_device.untyped_storage()))
+        self.on_device = self.ready = None
 
     def fetch(self) -> None:
+        """Start to copy the storage back."""
         assert self.start is not None
         self.ready = self.start()
 
-    def arrive(self) -> Tensor:
-        if self.here is None:
+    def get(self) -> Tensor:
+        """Return the storage on the device as a tensor."""
+        if self.on_device is None:
             assert self.ready is not None
-            self.here, self.ready = self.ready(), None
-        self.check()
-        if self.changed:
+            self.on_device, self.ready = self.ready(), None
+        self.check_version()
+        if self.is_changed:
             raise RuntimeError(
-                "offload: a tensor that was saved for backward has been changed in place since; "
-                "autograd would refuse that too. Change a copy of it"
+                "offload_activations: a tensor that was saved for backward has been changed in "
+                "place since; autograd would refuse that too. Change a copy of it"
             )
-        return self.here
+        return self.on_device
 
-    def check(self) -> None:
-        if self.start is None and self.here is not None:  # it is the model's own memory
-            self.changed |= self.here._version != self.version  # noqa: SLF001
+    def check_version(self) -> None:
+        """Note a change in place; only the model's own storage can have one, not a copy."""
+        if self.start is None and self.on_device is not None:
+            self.is_changed |= self.on_device._version != self.version  # noqa: SLF001
 
     def __del__(self) -> None:
-        self.shelf.forget(id(self))
+        self.saved.remove(id(self))
 
 
-class _Shelf:
-    """The memory of saved tensors on a rank, and what of it is on the device."""
+class _SavedTensors:
+    """The storages of saved tensors on a rank, of which `budget` bytes may be on the device."""
 
     def __init__(self, budget: int, smallest: int, store: Store) -> None:
         self.budget, self.smallest, self.store = budget, smallest, store
         self.unit, self.weights = nn.Module(), set[int]()
-        self.gathers: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
-        self.held = 0
-        # By identity, oldest first; weak, so that a graph that is dropped takes all of it along.
-        self.here: dict[int, tuple[weakref.ref[_Entry], int]] = {}
-        self.known: weakref.WeakValueDictionary[int, _Entry] = weakref.WeakValueDictionary()
-        self.begin()
-
-    def begin(self) -> None:
+        self.has_inner_units: weakref.WeakKeyDictionary[nn.Module, bool] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.num_bytes = 0
+        # Entries on the device by identity, oldest first. All references are weak: packed tensors
+        # own the entries, so that a graph that is dropped frees them.
+        self.on_device: dict[int, tuple[weakref.ref[_Entry], int]] = {}
+        self.entries: weakref.WeakValueDictionary[int, _Entry] = weakref.WeakValueDictionary()
         self.current = _Pass()
 
     def enter(self, unit: nn.Module) -> None:
-        """Note a block whose forward pass begins, and its weights' memory."""
+        """Record the block whose forward pass runs, and the storages of its weights."""
         self.unit = unit
-        if unit not in self.gathers:  # FSDP stands later in the plan
+        if unit not in self.has_inner_units:  # at the first call: FSDP comes later in the plan
             inner = (module for _, module in find_reducers(unit).fsdp)
-            self.gathers[unit] = any(module is not unit for module in inner)
-        self.weights = {_key(get_local(p)) for p in (*unit.parameters(), *unit.buffers())}
+            self.has_inner_units[unit] = any(module is not unit for module in inner)
+        tensors = (*unit.parameters(), *unit.buffers())
+        self.weights = {_storage_key(get_local(x)) for x in tensors}
 
     def pack(self, x: Tensor) -> Any:
-        plain = type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided
-        key = _key(x) if plain and not (x.is_conj() or x.is_neg()) else None
+        """Return an entry and the view of it that x is; or x itself if it is not offloaded."""
+        is_plain = type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided
+        key = _storage_key(x) if is_plain and not (x.is_conj() or x.is_neg()) else None
         if key is None or key in self.weights or x.untyped_storage().nbytes() < self.smallest:
-            return x if x.is_leaf else x.detach()  # an output itself would hold its own node
-        entry = self.known.get(key)
+            return x if x.is_leaf else x.detach()  # an output would keep its own node alive
+        entry = self.entries.get(key)
         if entry is None or entry.origin.expired() or entry.version != x._version:  # noqa: SLF001
-            # Experts may be an FSDP unit of their own, gathered since the block began: FSDP frees
-            # their memory and fills it again for backward.
-            if self.gathers[self.unit]:
+            # Experts may be an FSDP unit of their own, gathered since the block started. FSDP frees
+            # their storage, and fills it again for backward.
+            if self.has_inner_units[self.unit]:
                 self.enter(self.unit)
                 if key in self.weights:
                     return x if x.is_leaf else x.detach()
-            entry = self.known[key] = _Entry(self, x)
+            entry = self.entries[key] = _Entry(self, x)
             self.current.entries.append(weakref.ref(entry))
-            self.count(entry)
+            self.add(entry)
             self.make_room(0)
         return entry, x.dtype, x.storage_offset(), x.size(), x.stride()
 
     def unpack(self, packed: Any) -> Tensor:
+        """Return a packed tensor, and prefetch those that backward needs next."""
         if isinstance(packed, Tensor):
             return packed
-        entry, dtype, *place = packed
-        if entry.here is None and entry.ready is None:
-            self.make_room(entry.size)
-            self.bring(entry)
-        flat = entry.arrive()
-        self.fetch_ahead(entry)
-        return torch.empty(0, dtype=dtype, device=flat.device).set_(flat.untyped_storage(), *place)
+        entry, dtype, *view = packed
+        if entry.on_device is None and entry.ready is None:
+            self.make_room(entry.num_bytes)
+            self.fetch(entry)
+        flat = entry.get()
+        self.prefetch(entry)
+        return torch.empty(0, dtype=dtype, device=flat.device).set_(flat.untyped_storage(), *view)
 
-    def fetch_ahead(self, entry: _Entry) -> None:
-        """Fetch what was saved before an entry, last first, as long as it fits."""
-        passed = entry.within
-        at = entry.index - 1 if passed.next is None else min(passed.next, entry.index - 1)
-        while at >= 0:
-            other = passed.entries[at]()
-            if other is not None and other.here is None and other.ready is None:
-                if self.held + other.size > self.budget:
+    def prefetch(self, entry: _Entry) -> None:
+        """Fetch the entries saved before this one, last first, as long as they fit."""
+        forward_pass = entry.forward_pass
+        index = entry.index - 1
+        if forward_pass.next is not None:
+            index = min(forward_pass.next, index)
+        while index >= 0:
+            other = forward_pass.entries[index]()
+            if other is not None and other.on_device is None and other.ready is None:
+                if self.num_bytes + other.num_bytes > self.budget:
                     break
-                self.bring(other)
-            at -= 1
-        passed.next = at
+                self.fetch(other)
+            index -= 1
+        forward_pass.next = index
 
-    def make_room(self, size: int) -> None:
-        while self.here and self.held + size > self.budget:
-            entry = self.forget(next(iter(self.here)))
+    def make_room(self, num_bytes: int) -> None:
+        """Offload the oldest entries until so many more bytes fit, or none is left."""
+        while self.on_device and self.num_bytes + num_bytes > self.budget:
+            entry = self.remove(next(iter(self.on_device)))
             if entry is not None:
-                entry.leave()
+                entry.offload()
 
-    def bring(self, entry: _Entry) -> None:
+    def fetch(self, entry: _Entry) -> None:
+        """Start to copy an entry back; from then on it counts."""
         entry.fetch()
-        self.count(entry)
+        self.add(entry)
 
-    def count(self, entry: _Entry) -> None:
-        self.here[id(entry)] = weakref.ref(entry), entry.size
-        self.held += entry.size
+    def add(self, entry: _Entry) -> None:
+        """Count an entry as on the device."""
+        self.on_device[id(entry)] = weakref.ref(entry), entry.num_bytes
+        self.num_bytes += entry.num_bytes
 
-    def forget(self, number: int) -> _Entry | None:
-        reference, size = self.here.pop(number, (None, 0))
-        self.held -= size
+    def remove(self, key: int) -> _Entry | None:
+        """Count an entry as no longer on the device, and return it if it still exists."""
+        reference, num_bytes = self.on_device.pop(key, (None, 0))
+        self.num_bytes -= num_bytes
         return None if reference is None else reference()

@@ -1,4 +1,4 @@
-"""Offload a training state between two steps, so that a sampler can use the device's memory."""
+"""Offloading of a training state between two steps, so that a sampler can use the memory."""
 
 from __future__ import annotations
 
@@ -28,31 +28,34 @@ def offload_state(
 ) -> Iterator[int]:
     """Free the memory of parameters, buffers and optimizer state for a `with` block.
 
-    This is for a sampler that shares the device. On leaving, also by an error, all is back bit for
-    bit in the same tensors: shards, views and ties stay as they are. Ranks do not communicate.
-    Inside, a forward pass, a step, a save, and every other use of the values of these tensors are
-    refused, since their memory is gone. `torch.tensor(x)`, `torch.as_tensor(x)` and FSDP's
-    `unshard` give torch no chance to refuse; they may end the process.
+    A sampler on the same device can then use it. At the end, also after an error, everything is
+    back bit for bit in the same tensors: shards, views and ties are unchanged. Ranks do not
+    communicate.
+
+    Inside, a forward pass, an optimizer step, a save, and any other use of the values raise an
+    error, since their memory is freed. `torch.tensor(x)`, `torch.as_tensor(x)` and FSDP's `unshard`
+    bypass that check; they may end the process.
 
     Args:
         stages: This rank's stages.
         optimizer: The optimizer of their parameters.
-        to: "host" for host memory, pinned if a GPU frees it; tensors that are there already, as
-            with `cpu_offload`, stay. Or a folder, for a file without a name, which disappears when
-            the block or the process ends; then tensors in host memory are offloaded too.
+        to: "host" for host memory, pinned for tensors of a GPU; tensors that are in host memory
+            already, as with `cpu_offload`, stay. Or a folder, for a temporary file that is removed
+            at the end of the block or of the process; then tensors in host memory are offloaded
+            too.
 
     Yields:
-        The bytes that this rank has freed. Memory that torch may not resize stays: that of a mapped
-        file, and on a CPU of tensors that share it with numpy.
+        The bytes that this rank has freed. Memory that torch cannot resize stays: a mapped file,
+        and on a CPU tensors that share memory with numpy.
 
     Raises:
-        DiskError: The folder has no room, or is none; then nothing has changed.
+        DiskError: The folder has no room, or does not exist; then nothing has changed.
         ValueError: A parameter has a gradient: call this between steps.
         RuntimeError: The state is offloaded already.
 
     Effects:
-        Resizes the memory of all these tensors to nothing, and back; meanwhile they have the mixin
-        `Offloaded`. Empties the allocator's cache on CUDA.
+        Resizes the storages of all these tensors to zero and back; meanwhile the tensors have the
+        mixin `Offloaded`. Empties the allocator's cache on CUDA.
 
     Examples:
         >>> model = nn.Linear(2, 1)
@@ -60,42 +63,45 @@ def offload_state(
         ...     print(freed)
         12
     """
-    check_awake(stages, by="asleep")
+    check_awake(stages, by="offload_state")
     for name, p in get_named_parameters(stages).items():
         if p.grad is not None:
-            raise ValueError(f"asleep: {name} has a gradient; finish the step, or set it to None")
+            raise ValueError(
+                f"offload_state: {name} has a gradient; finish the step, or set it to None"
+            )
     for stage in stages:
         for _, module in find_reducers(stage).fsdp:
-            module.reshard()  # what an evaluation has left gathered
-    tensors = _tensors_of(stages, optimizer)
-    memory = [get_local(x.detach()).untyped_storage() for x in tensors]
-    found = [*{x.data_ptr(): x for x in memory if x.nbytes() and x.resizable()}.values()]
+            module.reshard()  # an evaluation may have left parameters gathered
+    tensors = _list_tensors(stages, optimizer)
+    every = [get_local(x.detach()).untyped_storage() for x in tensors]
+    # Views and ties share a storage, which is copied once.
+    storages = [*{x.data_ptr(): x for x in every if x.nbytes() and x.resizable()}.values()]
     if to == "host":
-        found = [x for x in found if x.device.type != "cpu"] or found
+        storages = [x for x in storages if x.device.type != "cpu"] or storages
     with ExitStack() as stack:
-        back = _to_host(found) if to == "host" else _to_disk(found, Path(to), stack)
-        sizes = [x.nbytes() for x in found]
-        stack.callback(_wake, found, sizes, back)
-        for stage in stages:  # before FSDP's own hook, which would begin to gather
+        sizes = [x.nbytes() for x in storages]
+        read = _copy_to_host(storages) if to == "host" else _write(storages, Path(to), stack)
+        stack.callback(_restore, storages, sizes, read)
+        for stage in stages:  # ahead of FSDP's own hook, which would start to gather
             hook = stage.register_forward_pre_hook(
                 lambda *_: check_awake(stages, by="a step"), prepend=True
             )
             stack.callback(hook.remove)
-        stack.callback(_unlock_, tensors)
         for x in tensors:
             mix_in_(x, Offloaded)
-        for x in found:
+            stack.callback(take_out_, x, Offloaded)
+        for x in storages:
             x.resize_(0)
-        if any(x.device.type == "cuda" for x in found):
+        if any(x.device.type == "cuda" for x in storages):
             torch.cuda.empty_cache()
         yield sum(sizes)
 
 
 def check_awake(stages: Iterable[nn.Module], *, by: str) -> None:
-    """Refuse to use a state that is offloaded.
+    """Raise RuntimeError if a state is offloaded, before it is used.
 
     Raises:
-        RuntimeError: A parameter's memory is not there; the message begins with `by`.
+        RuntimeError: A parameter is not in memory; the message starts with `by`.
 
     Examples:
         >>> check_awake([nn.Linear(1, 1)], by="save_checkpoint")
@@ -103,84 +109,81 @@ def check_awake(stages: Iterable[nn.Module], *, by: str) -> None:
     for name, p in get_named_parameters(stages).items():
         if isinstance(p, Offloaded):
             raise RuntimeError(  # noqa: TRY004 (a state of the tensor, not a wrong type)
-                f"{by}: the state is asleep, {name} is not in memory; leave the block of "
+                f"{by}: the state is offloaded, {name} is not in memory; leave the block of "
                 "parallel.offload_state first"
             )
 
 
 @torch.no_grad()
-def _tensors_of(stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the tensors of a state, and the parts of them that this rank has, each once."""
-    held: list[Any] = [x for stage in stages for x in (*stage.parameters(), *stage.buffers())]
-    held += tree_iter([*optimizer.state.values()])
-    found = [x for x in held if isinstance(x, Tensor)]
-    return [*{id(x): x for x in (*found, *map(get_local, found))}.values()]
+def _list_tensors(stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the tensors of a state and the local shards of its DTensors, each once."""
+    values: list[Any] = [x for stage in stages for x in (*stage.parameters(), *stage.buffers())]
+    values += tree_iter([*optimizer.state.values()])
+    tensors = [x for x in values if isinstance(x, Tensor)]
+    return [*{id(x): x for x in (*tensors, *map(get_local, tensors))}.values()]
 
 
 _ANSWERED = {Tensor.size, Tensor.numel, Tensor.dim} | {
     getattr(Tensor, name).__get__
     for name in ("shape", "ndim", "dtype", "device", "nbytes", "requires_grad")
 }
-"""The functions of a tensor that need none of its values."""
+"""The functions of a tensor that read none of its values."""
 
 
 class Offloaded:
-    """Mixin of tensors whose memory is gone: it refuses all operations that need values."""
+    """Mixin of tensors whose memory is freed: every operation that reads values raises."""
 
     @classmethod
     def __torch_function__(cls, func: Any, *given: Any) -> Any:
-        """Raise for a function of torch, unless it needs no values."""
+        """Raise for a function of torch, unless it reads no values."""
         if func in _ANSWERED:
             return torch._C._disabled_torch_function_impl(func, *given)  # noqa: SLF001
         raise RuntimeError(
-            f"{resolve_name(func) or 'an operation'}: the state is asleep, and this tensor of "
+            f"{resolve_name(func) or 'an operation'}: the state is offloaded, and this tensor of "
             "it is not in memory; leave the block of parallel.offload_state first"
         )
 
 
-def _unlock_(tensors: Iterable[Tensor]) -> None:
-    for x in tensors:
-        if isinstance(x, Offloaded):
-            take_out_(x, Offloaded)
+def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _flat(memory: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
-
-
-def _to_host(found: Sequence[torch.UntypedStorage]) -> Callable[[int], Tensor]:
+def _copy_to_host(storages: Sequence[torch.UntypedStorage]) -> Callable[[int], Tensor]:
+    """Copy storages, and return a function that returns the copy of an index."""
     copies = []
-    for x in found:
-        pinned = x.device.type == "cuda"
-        copies.append(torch.empty(x.nbytes(), dtype=torch.uint8, pin_memory=pinned).copy_(_flat(x)))
+    for x in storages:
+        is_pinned = x.device.type == "cuda"
+        copy = torch.empty(x.nbytes(), dtype=torch.uint8, pin_memory=is_pinned)
+        copies.append(copy.copy_(_as_bytes(x)))
     return copies.__getitem__
 
 
-def _to_disk(
-    found: Sequence[torch.UntypedStorage], folder: Path, stack: ExitStack
+def _write(
+    storages: Sequence[torch.UntypedStorage], folder: Path, stack: ExitStack
 ) -> Callable[[int], Tensor]:
+    """Write storages to a file, and return a function that reads them back, in order."""
+    sizes = [x.nbytes() for x in storages]
     try:
         file = stack.enter_context(tempfile.TemporaryFile(dir=folder))  # noqa: SIM115
-        for x in found:
-            # A copy: what numpy has seen of a tensor, torch does not resize again.
-            file.write(_flat(x).to("cpu", copy=True).numpy().data)
+        for x in storages:
+            # A copy: torch does not resize a storage any more that numpy has seen.
+            file.write(_as_bytes(x).to("cpu", copy=True).numpy().data)
         file.flush()
         file.seek(0)
     except OSError as error:
-        raise DiskError(f"asleep: {folder} cannot take the state: {error}") from error
+        raise DiskError(f"offload_state: {folder} cannot take the state: {error}") from error
 
-    def read(size: int) -> Tensor:
-        part = torch.empty(size, dtype=torch.uint8)
-        file.readinto(part.numpy().data)
-        return part
+    def read(index: int) -> Tensor:
+        values = torch.empty(sizes[index], dtype=torch.uint8)
+        file.readinto(values.numpy().data)
+        return values
 
-    sizes = [x.nbytes() for x in found]
-    return lambda number: read(sizes[number])
+    return read
 
 
-def _wake(
-    found: Sequence[torch.UntypedStorage], sizes: Sequence[int], back: Callable[[int], Tensor]
+def _restore(
+    storages: Sequence[torch.UntypedStorage], sizes: Sequence[int], read: Callable[[int], Tensor]
 ) -> None:
-    for number, (x, size) in enumerate(zip(found, sizes, strict=True)):
+    for index, (x, size) in enumerate(zip(storages, sizes, strict=True)):
         x.resize_(size)
-        _flat(x).copy_(back(number))
+        _as_bytes(x).copy_(read(index))

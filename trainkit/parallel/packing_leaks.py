@@ -1,8 +1,8 @@
-"""Models that carry what they read of one document into the next one of the row.
+"""A check for models that leak from one document of a packed row into the next.
 
-A recurrent or convolutional layer (Mamba, gated DeltaNet, short convolutions) keeps a state over
-the row. Attention finds the documents of a packed row by their positions; such a layer does not,
-unless its kernel is given their bounds.
+Recurrent and convolutional layers (Mamba, gated DeltaNet, short convolutions) carry a state along
+the row. Attention separates the documents of a packed row by their positions; such layers do not,
+unless their kernels take the bounds of the documents.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ _UNTRIED = object()
 def refuse_leaks(
     function: str, model: nn.Module, batches: Sequence[Mapping[str, Any]], call: Call
 ) -> None:
-    """Refuse packed batches for a model that carries one document into the next.
+    """Raise ConfigError for packed batches if a model leaks between the documents of a row.
 
-    That is found out by trying, once for each model (and again for another call of one that leaks),
-    with the first batch that says where documents begin: see `leaks`. trainkit's own decoders are
-    not tried.
+    A trial decides, once per model (and again for another call of a model that leaks), with the
+    first batch that has the bounds of documents: see `leaks`. trainkit's own decoders need no
+    trial.
 
     Args:
-        function: Who asks, for the message.
+        function: The name of the caller, for the message.
         model: The whole model, of any class.
-        batches: Some batches; the first that can be is what the model is tried with.
-        call: How a batch enters the model.
+        batches: Some batches.
+        call: Calls the model with a batch.
 
     Raises:
         ConfigError: The model leaks, and a row has several documents.
 
     Effects:
         The first call for a model runs it three times without gradients, in evaluation mode. A
-        sharded model communicates, so all of its ranks must come here together. Of a model that
-        leaks, the document ids are read where a row has padding or several documents.
+        sharded model communicates then, so all of its ranks must call this together. For a model
+        that leaks, it waits for the document ids if a row has padding or several documents.
 
     Examples:
         >>> from trainkit.batch import make_padding_batch
@@ -59,15 +59,19 @@ def refuse_leaks(
     if leaky_call is None:
         return
     if leaky_call is _UNTRIED or leaky_call != call:
-        batch = next(filter(_says_documents, batches), None)
+        batch = next(filter(_has_bounds, batches), None)
         if batch is None and not isinstance(model, Decoder):
-            return  # nothing is known of the model yet, so that a later batch must be tried
+            return  # not tried yet: a later batch may have bounds
         leaky_call = call if batch is not None and leaks(model, batch, call) else None
         _TRIED[model] = leaky_call
         if leaky_call is None:
             return
     for batch in batches:
-        if _has_packed_row(batch):
+        # One span a row is known on the host; otherwise reading the ids waits for the device.
+        has_one_each = _has_bounds(batch) and len(batch["spans"].lengths) == len(batch["input_ids"])
+        if has_one_each or "document_ids" not in batch:
+            continue
+        if bool((batch["document_ids"] > 0).any()):
             raise ConfigError(
                 f"{function}: {type(model).__name__} keeps a state over the row, so a packed "
                 "document is computed from those before it: changing the first document of a row "
@@ -83,19 +87,19 @@ def refuse_leaks(
 
 @torch.no_grad()
 def leaks(model: nn.Module, batch: Mapping[str, Any], call: Call) -> bool:
-    """Return whether a model computes a document from the one before it in the row.
+    """Return whether a model's outputs for a document depend on the document before it in the row.
 
-    The batch is taken as rows of two documents. The third quarter of a row, where the second
-    document begins, is compared after a change of the first document, and after a change of the
-    last quarter, which no causal model sees: what that changes is rounding (experts compute other
-    numbers of tokens), and a leak is sixteen times above it.
+    The batch is used as rows of two documents. The third quarter of a row, the start of the second
+    document, is compared after a change of the first document, and after a change of the last
+    quarter, which a causal model does not see there: that second difference is rounding (experts
+    compute with other numbers of tokens). A leak is a difference of more than sixteen times it.
 
     Args:
-        model: A causal model; any other is said not to leak.
+        model: A causal model; the result for any other is False.
         batch: "input_ids", "position_ids", "document_ids" and "spans", of rows of 8 tokens or more;
-            of another batch nothing can be said, so it is False.
-        call: How a batch enters the model. Compared are all floating point tensors `[B, S, ...]` of
-            what it returns.
+            for any other batch the result is False.
+        call: Calls the model with a batch. All floating-point tensors `[B, S, ...]` in its result
+            are compared.
 
     Effects:
         Runs the model three times, in evaluation mode.
@@ -106,7 +110,7 @@ def leaks(model: nn.Module, batch: Mapping[str, Any], call: Call) -> bool:
         >>> leaks(nn.Embedding(2, 2), make_padding_batch(1, 8), leaky)
         True
     """
-    if isinstance(model, Decoder) or not _says_documents(batch):
+    if isinstance(model, Decoder) or not _has_bounds(batch):
         return False
     ids = batch["input_ids"]
     quarter = ids.shape[1] // 4
@@ -116,12 +120,12 @@ def leaks(model: nn.Module, batch: Mapping[str, Any], call: Call) -> bool:
     other = torch.where(ids == lowest, highest, lowest)
     first = torch.arange(ids.shape[1], device=ids.device) < half
     last = torch.arange(ids.shape[1], device=ids.device) >= half + quarter
-    seen = slice(half, half + quarter)
+    compared = slice(half, half + quarter)
     with use_eval_mode([model]), torch.compiler.set_stance("force_eager"):
         plain, after_first, after_last = (
             [
-                x[:, seen].clone()
-                for x in tensors_of(call(model, _halved(batch, tokens, half)), ids.shape)
+                x[:, compared].clone()
+                for x in tensors_of(call(model, _pack_two(batch, tokens, half)), ids.shape)
             ]
             for tokens in (ids, torch.where(first, other, ids), torch.where(last, other, ids))
         )
@@ -129,8 +133,8 @@ def leaks(model: nn.Module, batch: Mapping[str, Any], call: Call) -> bool:
     coarsest = max(torch.finfo(dtype).eps for dtype in dtypes) if dtypes else 0.0
     for same, changed, rounded in zip(plain, after_first, after_last, strict=True):
         rounding = float((rounded - same).abs().max())
-        least = max(1e-3, 2 * coarsest) * float(same.abs().max())
-        if float((changed - same).abs().max()) > max(16 * rounding, least):
+        tolerance = max(1e-3, 2 * coarsest) * float(same.abs().max())
+        if float((changed - same).abs().max()) > max(16 * rounding, tolerance):
             return True
     return False
 
@@ -145,35 +149,29 @@ def tensors_of(output: Any, shape: Sequence[int]) -> list[Tensor]:
     """
     output = drop_routing(output)
     output = output.hidden if isinstance(output, Hidden) else output
-    found = [x for x in tree_iter(output) if isinstance(x, Tensor)]
-    return [x for x in found if x.is_floating_point() and x.shape[:2] == tuple(shape)]
+    tensors = [x for x in tree_iter(output) if isinstance(x, Tensor)]
+    return [x for x in tensors if x.is_floating_point() and x.shape[:2] == tuple(shape)]
 
 
-def _says_documents(batch: Mapping[str, Any]) -> bool:
+def _has_bounds(batch: Mapping[str, Any]) -> bool:
+    """Return whether a batch has the bounds of its documents, in rows long enough for a trial."""
     names = ("input_ids", "position_ids", "document_ids", "spans")
     if not isinstance(batch, Mapping) or not all(name in batch for name in names):
         return False
     ids = batch["input_ids"]
-    # Of a sequence that is cut over ranks, `spans` are those of more than is here.
+    # If sequences are sharded over ranks, `spans` cover more tokens than this rank's.
     return ids.shape[1] >= 8 and int(batch["spans"].lengths.sum()) == ids.numel()
 
 
-def _has_packed_row(batch: Mapping[str, Any]) -> bool:
-    """Return whether a row has several documents; without a host sync where its spans say no."""
-    if _says_documents(batch) and len(batch["spans"].lengths) == len(batch["input_ids"]):
-        return False  # one span a row
-    return "document_ids" in batch and bool((batch["document_ids"] > 0).any())
-
-
-def _halved(batch: Mapping[str, Any], ids: Tensor, half: int) -> Mapping[str, Any]:
-    """Return a batch with other ids, and two documents in each row, the second from `half` on."""
+def _pack_two(batch: Mapping[str, Any], ids: Tensor, half: int) -> Mapping[str, Any]:
+    """Return a batch with other ids and two documents in each row, the second one from `half`."""
     rows, length = ids.shape
-    places = torch.arange(length, device=ids.device)
+    positions = torch.arange(length, device=ids.device)
     lengths = np.array([half, length - half] * rows)
     changes = {
         "input_ids": ids,
-        "position_ids": torch.where(places < half, places, places - half).expand(rows, -1),
-        "document_ids": (places >= half).long().expand(rows, -1),
+        "position_ids": torch.where(positions < half, positions, positions - half).expand(rows, -1),
+        "document_ids": (positions >= half).long().expand(rows, -1),
         "spans": spans_of_lengths(lengths, device=ids.device),
     }
     return attrs.evolve(batch, **changes) if isinstance(batch, Batch) else {**batch, **changes}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -221,6 +222,18 @@ def get_named_buffers(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
                 if name not in module._non_persistent_buffers_set:  # noqa: SLF001 (no public name)
                     named[canonical_name(f"{path}.{name}" if path else name)] = buffer
     return named
+
+
+def hash_values(tensor: Tensor) -> str:
+    """Return the SHA-256 of the values of a plain tensor, in hexadecimal.
+
+    Examples:
+        >>> hash_values(torch.zeros(1)) == hash_values(torch.zeros(1, 1))
+        True
+    """
+    # As bytes: numpy has no bf16.
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().data).hexdigest()
 
 
 def name_matches(name: str, pattern: str) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trainkit.batch.denominators import check_terms, divide_terms, make_divisors
 from trainkit.parallel import grad_reduction, stage_forward
-from trainkit.parallel.check_layout import problems, refuse
+from trainkit.parallel.check_layout import check_layout
 from trainkit.parallel.recompute import recomputes_selectively
 from trainkit.parallel.split import (
     SCHEDULES,
@@ -229,9 +229,8 @@ def _check_stages(
         reduce=reduce,
         reshard_after_forward=any(map(grad_reduction.reshards_after_forward, modules)),
     )
-    refuse(
-        problems(layout, world=layout.world, device=stage_forward.compute_device(stages[0]).type)
-    )
+    device = stage_forward.compute_device(stages[0])
+    check_layout(layout, world=layout.world, device=device.type)
 
 
 def _check_microbatches(

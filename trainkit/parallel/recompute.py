@@ -38,22 +38,22 @@ _CHOICE = Note[Keeps | None]("saved_by_cost", default=None)
 _OF_HOOKS = inspect.signature(checkpoint).parameters.keys() & {"respect_saved_tensors_hooks"}
 _SELECTIVE = (*map(type, create_selective_checkpoint_contexts([])), Priced)
 
-# not bmm: scores of attention that is written out
+# Not bmm: those are the scores of attention written in plain operators, which are large.
 _PRODUCTS = ("mm", "addmm", "_grouped_mm", "_scaled_mm")
 _PART = r"(?:exchanges|attention|products(?:/[1-9][0-9]?)?)"
 
 
 def groups_of(device: torch.device) -> dict[Any, str]:
-    """Return the operators whose results can be saved, those that cost most, and their groups.
+    """Return the expensive operators, whose results can be saved, and their groups.
 
-    These are products with matrices, attention by every kernel of `trainkit.attention` that is one
-    operator, and exchanges of tokens between ranks. Attention that is written out, as for soft
-    caps, is always computed again: its scores take many times the memory of its inputs. So is
-    `flex`, which is compiled, so that torch sees no operators. A name that torch does not know is
-    an error, since otherwise nothing would be saved without notice.
+    These are matrix products, attention by every kernel of `trainkit.attention` that is one
+    operator, and exchanges of tokens between ranks. Attention in plain operators, as for soft caps,
+    is always recomputed: its scores take many times the memory of its inputs. So is `flex`, which
+    is compiled and therefore not seen as an operator. A name that torch does not know is an error:
+    otherwise its results would silently never be saved.
 
     Args:
-        device: Where the model runs; the kernel for packed documents is on CUDA alone.
+        device: The device of the model; the kernel for packed documents exists only on CUDA.
 
     Raises:
         AttributeError: This torch has no such operator.
@@ -90,7 +90,7 @@ class RecomputeMode:
 
 
 def read_mode(mode: str) -> RecomputeMode | None:
-    """Parse a mode of `recompute`; None if nothing is computed again.
+    """Parse a mode of `recompute`; None if nothing is recomputed.
 
     Raises:
         ConfigError: It is no mode.
@@ -134,31 +134,27 @@ class _Policy:
         return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _contexts(groups: Mapping[Any, str], keeps: Keeps) -> Any:
-    return create_selective_checkpoint_contexts(_Policy(groups, keeps))
-
-
 def recompute(
     mode: str = "full", *, blocks: str = "layers.*", preserve_rng_state: bool = True
 ) -> Transform:
     """Return the transform that recomputes the activations of each block in the backward pass.
 
     Args:
-        mode: "none" changes nothing. "full" saves the input of a block alone. Names with + between
-            save results as well: "attention", "exchanges" with experts on other ranks, "products"
-            with matrices, "products/2" every second product of a block. "selective" is all three. A
-            fraction, "0.4", saves in each block as many of these as fit into that fraction of the
-            bytes of "none". Results with the most operations per byte come first: exchanges,
-            attention, then products by their inner width. To find out, a block's first forward pass
-            runs twice. The choice follows from shapes, so ranks whose blocks have the same shapes
-            make the same choice.
+        mode: "none" changes nothing. "full" saves only the input of each block. Names joined by +
+            save results too: "attention", "exchanges" with experts on other ranks, "products" with
+            matrices, "products/2" every second product of a block. "selective" is all three. A
+            fraction such as "0.4" saves in each block as many of these as fit into that fraction of
+            the bytes of "none". Results with the most operations per byte come first: exchanges,
+            attention, then products by their inner width. The choice needs a trial, so that the
+            first forward pass of a block runs twice. It follows from shapes: ranks whose blocks
+            have the same shapes choose the same.
         blocks: The name pattern of the blocks.
-        preserve_rng_state: Restore torch's generators for the second forward pass, as torch's own
-            dropout needs. Models whose randomness is a function of a counter, like ours, do not:
-            pass False, which is faster.
+        preserve_rng_state: Whether to restore torch's generators for the second forward pass, as
+            torch's own dropout needs. False is faster, and right for models whose randomness is a
+            function of a counter, such as `Decoder`.
 
     Returns:
-        A transform for `build_stages`. It replaces `forward` on each block and renames nothing.
+        A transform for `build_stages`. It replaces `forward` of each block; names stay.
 
     Raises:
         ConfigError: The mode is unknown.
@@ -177,14 +173,16 @@ def recompute(
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         if saved is None:
             return module
-        groups = groups_of(ps.device) if saved.every else {}
         wrap = partial(
-            _recompute, saved=saved, groups=groups, preserve_rng_state=preserve_rng_state
+            _recompute,
+            saved=saved,
+            groups=groups_of(ps.device) if saved.every else {},
+            preserve_rng_state=preserve_rng_state,
         )
         for unit in find_blocks(module, blocks, needed_by="recompute"):
             for name in getattr(unit, "only_added", ()) if saved.every else ():
                 part = unit.get_submodule(name)
-                if not [*part.children()]:  # with adapters it has more results than one
+                if not [*part.children()]:  # with adapters it computes more than one result
                     wrap_forward_(part, _hide_from_recomputation)
             wrap_forward_(unit, wrap)
             _MODE.write_(unit, mode)
@@ -209,10 +207,13 @@ def _recompute(
                 forward, self, (args, kwargs), groups=groups, budget=saved.budget
             )
             _CHOICE.write_(self, keeps)
-        # From torch 2.14 on saved results can pass the hooks of `offload`; False is as before.
+        # From torch 2.14 on saved results would go through the hooks of `offload_activations`.
         options: dict[str, Any] = dict.fromkeys(_OF_HOOKS, False)
         if saved.every:
-            options["context_fn"] = partial(_contexts, groups, keeps)
+            # A new policy for each call: it counts the operators of one forward pass.
+            options["context_fn"] = lambda: create_selective_checkpoint_contexts(
+                _Policy(groups, keeps)
+            )
         return checkpoint(
             forward,
             self,
@@ -227,7 +228,10 @@ def _recompute(
 
 
 def _hide_from_recomputation(forward: Forward) -> Forward:
-    """Return a forward pass whose result is not saved: backward does not need terms of a sum."""
+    """Return a forward pass whose result is never saved, as it is only added to others.
+
+    The backward pass of a sum needs none of its terms.
+    """
 
     def call(self: nn.Module, *args: Any) -> Any:
         if torch.compiler.is_compiling():  # the compiler knows what backward needs
@@ -238,13 +242,13 @@ def _hide_from_recomputation(forward: Forward) -> Forward:
 
 
 def refuse_by_cost(module: nn.Module, *, by: str) -> None:
-    """Refuse a module whose blocks choose by cost what they save, which needs an eager pass.
+    """Raise ConfigError if blocks choose by cost what they save, which needs an eager pass.
 
     Raises:
-        ConfigError: There is one; the message begins with `by`.
+        ConfigError: There is one; the message starts with `by`.
 
     Examples:
-        >>> refuse_by_cost(nn.Linear(1, 1), by="compiled")
+        >>> refuse_by_cost(nn.Linear(1, 1), by="compile_blocks")
     """
     for part in module.modules():
         mode = _MODE.read(part)
@@ -258,7 +262,7 @@ def refuse_by_cost(module: nn.Module, *, by: str) -> None:
 
 
 def recomputes_selectively(module: nn.Module) -> bool:
-    """Return whether any part of a module saves some results and computes others again.
+    """Return whether any part of a module saves some results and recomputes the others.
 
     Examples:
         >>> recomputes_selectively(nn.Linear(1, 1))
@@ -269,15 +273,16 @@ def recomputes_selectively(module: nn.Module) -> bool:
 
 
 def hide_hooks_(module: nn.Module) -> None:
-    """Hide what a module's hooks compute from selective recomputation around it.
+    """Hide the operators of a module's hooks from selective recomputation around it.
 
-    FSDP gathers in them, and does so otherwise in the second forward pass than in the first.
+    FSDP gathers parameters in hooks, with other operators in the second forward pass than in the
+    first.
 
     Args:
         module: A part of a block, with hooks.
 
     Effects:
-        Takes the place of the forward hooks and pre-hooks that it has now.
+        Replaces its present forward hooks and pre-hooks.
 
     Examples:
         >>> hide_hooks_(nn.Linear(1, 1))
@@ -293,7 +298,7 @@ def _unseen(hook: Callable[..., Any], *args: Any) -> Any:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Hide what a `with` block computes from selective recomputation, which then saves none of it.
+    """Hide the operators of a `with` block from selective recomputation, so that it saves none.
 
     Examples:
         >>> with unseen():

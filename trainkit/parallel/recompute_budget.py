@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import attrs
@@ -104,7 +103,7 @@ def choose(
         >>> block, x = nn.Linear(4, 4), torch.ones(1, 4, requires_grad=True)
         >>> groups = {torch.ops.aten.addmm.default: "products"}
         >>> keeps = choose(nn.Linear.forward, block, ([x], {}), groups=groups, budget=0.9)
-        >>> keeps("products", 0)  # a sum of it asks for nothing
+        >>> keeps("products", 0)  # no backward pass needs it
         False
     """
     priced = Priced(groups)
@@ -141,8 +140,8 @@ def fitting(results: Iterable[Result], room: float) -> Keeps:
         if key[0] == "exchanges" or sizes[key] <= room:
             chosen.add(key)
             room -= sizes[key]
-    return partial(_is_chosen, frozenset(chosen))
 
+    def is_saved(group: str, number: int) -> bool:
+        return (group, number if group == "products" else WHOLE) in chosen
 
-def _is_chosen(chosen: frozenset[tuple[str, int]], group: str, number: int) -> bool:
-    return (group, number if group == "products" else WHOLE) in chosen
+    return is_saved

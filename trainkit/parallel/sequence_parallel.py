@@ -1,9 +1,9 @@
-"""Sequence parallelism: each rank holds a part of every document, and attention puts it together.
+"""Sequence parallelism: each rank holds a part of every document; only attention communicates.
 
-Only attention looks at other tokens, so it is all that changes in a model: `ring` and `ulysses` of
-`trainkit.attention` take the place of the attention that it has. `batch.shard_sequence` deals out
-the tokens, and the gradients of the parts are summed by FSDP over the axes that `fold_sp` names and
-by `grads.sync_sp_grads` over the others.
+Attention is the only part of a model that sees other tokens, so it is all that changes: `ring` and
+`ulysses` of `trainkit.attention` replace its attention functions. `batch.shard_sequence` shards the
+tokens. FSDP sums the gradients over the axes that `fold_sp` names, and `grads.sync_sp_grads` over
+the others.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from trainkit.types import ConfigError, ParallelState
 
 
 def sequence_parallel() -> Transform:
-    """Return the transform that makes attention work over `ps.ring` and `ps.ulysses`.
+    """Return the transform that distributes attention over `ps.ring` and `ps.ulysses`.
 
-    Every submodule that holds an `Attend` in its attribute `attend`, as the decoder's attention
-    does, gets one for the layout: Ulysses around the ring, or around what is there where the ring
-    has size 1. Where both axes have size 1 the model is left as it is.
+    Every submodule with an `Attend` in its attribute `attend`, such as the decoder's attention,
+    gets one for the layout: Ulysses around the ring, or around its own function if the ring has
+    size 1. The transform changes nothing if both axes have size 1.
 
     Returns:
-        A transform for `build_stages`. It renames nothing.
+        A transform for `build_stages`. Parameters keep their names.
 
     Raises:
-        ConfigError: When applied: an axis has a size above 1, and no submodule has an `attend`, or
+        ConfigError: When applied, if an axis has a size above 1: no submodule has an `attend`, or
             an embedding has a `max_norm`.
 
     Examples:
@@ -42,13 +42,13 @@ def sequence_parallel() -> Transform:
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         if ps.ring.count == ps.ulysses.count == 1:
             return module
-        check_whole_documents(module, "sequence")
-        refuse_max_norm(module, by="sequence")
+        check_whole_documents(module, "sequence_parallel")
+        refuse_max_norm(module, by="sequence_parallel")
         # vars: an attribute of the instance, not a method or a submodule of that name
         attending = [unit for unit in module.modules() if callable(vars(unit).get("attend"))]
         if not attending:
             raise ConfigError(
-                f"sequence: the layout has ring = {ps.ring.count} and ulysses = "
+                f"sequence_parallel: the layout has ring = {ps.ring.count} and ulysses = "
                 f"{ps.ulysses.count}, but no submodule of {type(module).__name__} has an attribute "
                 "'attend'; keep the model's attention function there, or set both to 1",
                 where="ring, ulysses",

@@ -1,13 +1,14 @@
-"""Which layers and which stages a pipeline rank holds: pure arithmetic.
+"""The layers of each pipeline stage, and the stages of each rank: pure arithmetic.
 
-A *stage* is a run of layers. Ranks hold one stage each, or several: in a loop (rank r of P holds r,
-P + r, ...), or in a V (r and 2P - 1 - r), so that the first rank also ends the pipeline.
+A *stage* is a run of consecutive layers. A rank holds one stage, or several: in a loop (rank r of P
+has the stages r, P + r, ...), or in a V (r and 2P - 1 - r), where the first rank also has the last
+stage.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Literal
 
@@ -19,10 +20,13 @@ from trainkit.types import ConfigError
 
 @attrs.frozen
 class Kind:
-    """What sets one pipeline schedule apart from another.
+    """The properties of a pipeline schedule.
 
-    `torch_name` is its class in torch.distributed.pipelining. `splits_backward` says that gradients
-    of inputs and of weights are computed at different times.
+    Attributes:
+        torch_name: Its class in torch.distributed.pipelining.
+        placement: The stages of a rank: one, a loop or a V.
+        splits_backward: Whether it computes the gradients of inputs and of weights at different
+            times.
     """
 
     torch_name: str
@@ -48,7 +52,7 @@ same, "Efficient large-scale language model training on GPU clusters", 2021); br
 
 
 def schedule_kind(schedule: str) -> Kind:
-    """Return what a schedule's name stands for.
+    """Return the properties of a schedule by its name.
 
     Raises:
         ConfigError: There is no such schedule.
@@ -73,10 +77,11 @@ def assign_stages(schedule: str, ranks: int, *, per_rank: int | None = None) -> 
     Args:
         schedule: A name of `SCHEDULES`.
         ranks: The size of the pipeline axis.
-        per_rank: Stages on each rank; by default as many as the schedule needs, 1 or 2.
+        per_rank: The number of stages on each rank; by default the least of the schedule, or 2 in a
+            loop.
 
     Raises:
-        ConfigError: The schedule is unknown, or cannot have that many stages on a rank.
+        ConfigError: The schedule is unknown, or cannot have this number of stages on a rank.
 
     Examples:
         >>> assign_stages("1f1b", 4)
@@ -87,33 +92,30 @@ def assign_stages(schedule: str, ranks: int, *, per_rank: int | None = None) -> 
         (0, 1, 1, 0)
     """
     placement = schedule_kind(schedule).placement
-    least, most = {"one": (1, 1), "loop": (1, math.inf), "v": (2, 2)}[placement]
-    wanted = {"one": 1, "loop": 2, "v": 2}[placement] if per_rank is None else per_rank
-    if not least <= wanted <= most:
-        fit = [
-            x
-            for x, kind in SCHEDULES.items()
-            if kind.placement == ("one" if wanted == 1 else "loop")
-        ]
+    fewest, most, default = {"one": (1, 1, 1), "loop": (1, math.inf, 2), "v": (2, 2, 2)}[placement]
+    num_stages = default if per_rank is None else per_rank
+    if not fewest <= num_stages <= most:
+        fitting = "one" if num_stages == 1 else "loop"
+        names = [name for name, kind in SCHEDULES.items() if kind.placement == fitting]
         raise ConfigError(
-            f"the schedule {schedule} has {least} stage(s) on each rank, got {wanted}; those with "
-            f"{wanted} are {', '.join(fit)}",
+            f"the schedule {schedule} has {fewest} stage(s) on each rank, got {num_stages}; those "
+            f"with {num_stages} are {', '.join(names)}",
             where="stages_per_rank",
-            got=wanted,
-            want=least,
+            got=num_stages,
+            want=fewest,
         )
     if placement == "v":
         return (*range(ranks), *reversed(range(ranks)))
-    return tuple(stage % ranks for stage in range(ranks * wanted))
+    return tuple(stage % ranks for stage in range(ranks * num_stages))
 
 
 def microbatches_wanted(schedule: str, ranks: int, stages: int, count: int) -> str | None:
-    """Say how many microbatches a schedule needs where it cannot run `count` of them, or None.
+    """Return the number of microbatches that a schedule needs, as text; None if it can run `count`.
 
     Args:
         schedule: A name of `SCHEDULES`.
         ranks: The size of the pipeline axis.
-        stages: The number of stages, of all ranks.
+        stages: The total number of stages.
         count: The number of microbatches in a step.
 
     Examples:
@@ -121,10 +123,10 @@ def microbatches_wanted(schedule: str, ranks: int, stages: int, count: int) -> s
         >>> microbatches_wanted("1f1b", 4, 4, 2)
         'at least 4 for 4 stages'
     """
-    least = stages if schedule in ("1f1b", "dual_pipe_v") else 1
-    if count < least:
-        return f"at least {least} for {stages} stages"
-    rounds = max(1, count // ranks)
+    fewest = stages if schedule in ("1f1b", "dual_pipe_v") else 1
+    if count < fewest:
+        return f"at least {fewest} for {stages} stages"
+    rounds = max(1, count // ranks)  # as torch computes it: microbatches run in equal rounds
     if schedule in ("interleaved_1f1b", "interleaved_zero_bubble") and count % rounds:
         return f"a multiple of {rounds}, for rounds of at least {ranks} (such as {rounds * ranks})"
     return None
@@ -136,20 +138,20 @@ def microbatches_wanted(schedule: str, ranks: int, stages: int, count: int) -> s
 def split_layer_ranges(
     costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0
 ) -> list[range]:
-    """Cut layers into runs such that the dearest stage is as cheap as can be.
+    """Split layers into consecutive stages that minimize the cost of the most expensive stage.
 
-    Among the cuts that reach this, the one with the least sum of squares is taken, so that the
-    other stages are even too, and among those the one that gives what does not divide to the first
-    stages (the last has the head). Every stage has a layer.
+    Of all such splits it returns the one with the least sum of squared costs, so that the other
+    stages are balanced too, and of those the one that gives a remainder to the first stages (the
+    last one has the head). Every stage has at least one layer.
 
     Args:
-        costs: What each layer costs, in any unit.
+        costs: The cost of each layer, in any unit.
         num_stages: The number of stages.
-        first: What the first stage costs besides its layers: the embedding.
-        last: What the last stage costs besides its layers: the head and the loss.
+        first: The cost of the first stage besides its layers: the embedding.
+        last: The cost of the last stage besides its layers: the head and the loss.
 
     Returns:
-        The numbers of each stage's layers.
+        The layer indices of each stage.
 
     Raises:
         ConfigError: There are fewer layers than stages.
@@ -171,39 +173,39 @@ def split_layer_ranges(
         )
     sums = list(accumulate(costs, initial=0.0))
 
-    def cost(stage: int, start: int, stop: int) -> float:
-        extra = first * (stage == 0) + last * (stage == num_stages - 1)
-        return sums[stop] - sums[start] + extra
-
-    def best(limit: float, power: int) -> tuple[float, list[int]]:
-        # least[j]: for the first j layers in the stages so far, the total and where stages begin
-        least: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+    def find_best(
+        limit: float, combine: Callable[[float, float], float]
+    ) -> tuple[float, list[int]]:
+        # Dynamic programming over stages. best[j]: the total of the first j layers in the stages so
+        # far, and the first layer of each stage.
+        best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
         for stage in range(num_stages):
-            ends = range(stage + 1, count - num_stages + stage + 2)
+            extra = first * (stage == 0) + last * (stage == num_stages - 1)
             following: dict[int, tuple[float, list[int]]] = {}
-            for end in ends:
-                for start, (total, starts) in least.items():
-                    if start >= end or (own := cost(stage, start, end)) > limit:
+            for end in range(stage + 1, count - num_stages + stage + 2):
+                for start, (total, starts) in best.items():
+                    cost = sums[end] - sums[start] + extra
+                    if start >= end or cost > limit:
                         continue
-                    found = max(total, own) if power == 0 else total + own**power
-                    # Of equals the later start, up to rounding: fewer layers in this stage.
-                    if end not in following or found <= following[end][0] * (1 + 1e-12):
-                        following[end] = found, [*starts, start]
-            least = following
-        return least[count]
+                    combined = combine(total, cost)
+                    # Of equal totals, up to rounding, the later start: fewer layers in this stage.
+                    if end not in following or combined <= following[end][0] * (1 + 1e-12):
+                        following[end] = combined, [*starts, start]
+            best = following
+        return best[count]
 
-    dearest, _ = best(math.inf, 0)
-    _, starts = best(dearest * (1 + 1e-9), 2)
+    highest, _ = find_best(math.inf, max)
+    _, starts = find_best(highest * (1 + 1e-9), lambda total, cost: total + cost**2)
     return [range(a, b) for a, b in zip(starts, [*starts[1:], count], strict=True)]
 
 
 def decoder_costs(config: DecoderConfig) -> tuple[list[float], float, float]:
-    """Return what each block, the embedding and the head of a decoder cost a pipeline stage.
+    """Return the cost of each block, of the embedding and of the head of a decoder.
 
-    A cost is the mean of compute and memory, both counted in parameters: a matrix that is
-    multiplied counts whole, the embedding, which is looked up but has a gradient and an optimizer
-    state like any other, counts half. Of experts those count that a token meets: stages wait for
-    each other's arithmetic, and what the others need of memory is sharded.
+    A cost is the mean of compute and memory, both in parameters. A matrix counts fully. The
+    embedding counts half: it is looked up, but has a gradient and an optimizer state like any other
+    matrix. Only the experts that a token uses count: stages wait for each other's arithmetic, and
+    the memory of all experts is sharded.
 
     Examples:
         >>> config = DecoderConfig(

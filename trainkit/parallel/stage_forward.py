@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainkit.collectives import all_gather_objects, broadcast
 from trainkit.parallel.grad_reduction import find_reducers, reshard_
-from trainkit.parallel.precision import compute_dtype
+from trainkit.parallel.precision import get_compute_dtype
 from trainkit.parallel.stage_ranks import StagePlace, get_stage_places
 from trainkit.types import Axis, Call, ConfigError, Loss, Stages
 
@@ -36,7 +36,7 @@ def stage_boundary(stage: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, 
             where="boundary",
         )
     hidden, *extra = to_tuple(boundary(batch))
-    return hidden.to(compute_dtype(stage) or hidden.dtype), *extra
+    return hidden.to(get_compute_dtype(stage) or hidden.dtype), *extra
 
 
 def to_tuple(output: Any) -> tuple[Any, ...]:

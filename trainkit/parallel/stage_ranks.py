@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 import attrs
-import torch
 from torch import nn
 
 from trainkit.collectives import all_gather_objects
 from trainkit.models.call import call_model
 from trainkit.parallel.grad_reduction import get_local
 from trainkit.parallel.notes import Note
-from trainkit.parallel.parameters import get_named_parameters, mark_tied_copy_
+from trainkit.parallel.parameters import get_named_parameters, hash_values, mark_tied_copy_
 from trainkit.parallel.split import assign_stages
 from trainkit.types import SOLO, Axis, Call, ConfigError, Layout, ParallelState, Stages
 
@@ -160,7 +158,7 @@ def make_stages(
     indices = [index for index, rank in enumerate(ranks) if rank == axis.index]
     digests = [
         {
-            name: _hash_shard(p) if name in tied else ""
+            name: hash_values(get_local(p.detach())) if name in tied else ""
             for name, p in get_named_parameters([stage]).items()
         }
         for stage in stages
@@ -218,11 +216,6 @@ def _find_shared(
                 got=indices,
             )
     return {name: (owners[name][0], owners[name][1]) for name in tied}
-
-
-def _hash_shard(parameter: nn.Parameter) -> str:
-    values = get_local(parameter.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(values.numpy().tobytes()).hexdigest()
 
 
 def get_stage_places(stages: Sequence[nn.Module], axis: Axis = SOLO) -> list[StagePlace]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainkit.models.call import call_model
 from trainkit.models.decoder import Decoder, decoder_stage
-from trainkit.parallel.check_layout import problems, refuse
+from trainkit.parallel.check_layout import check_layout
 from trainkit.parallel.check_modules import refuse_max_norm
 from trainkit.parallel.materialize import (
     check_fit,
@@ -140,7 +140,7 @@ def build_stages(
     is_default = isinstance(model, Decoder) and split is split_layers and stages_per_rank is None
     layout = Layout(pp=ps.pp.count, schedule=schedule)  # the plan checks the other axes
     config = model.config if is_default else None
-    refuse(problems(layout, config, world=layout.world, device=ps.device.type))
+    check_layout(layout, config, world=layout.world, device=ps.device.type)
     check_fit(model, weights)
     buffers = compute_buffers(make_model) if list_buffers(model) else {}
     if ps.pp.count == 1:

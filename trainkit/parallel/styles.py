@@ -1,8 +1,8 @@
 """The styles of tensor parallelism: which parameters of a module are sharded, and what is sent.
 
-The forward pass of a sharded module is its own, on this rank's part of its parameters, with a
-collective before or after it. That is Megatron's scheme (Shoeybi et al., 2019), and with the styles
-that shard the sequence between blocks that of Korthikanti et al. (2022).
+A sharded module runs its own forward pass on this rank's shards of its parameters, with a
+collective before or after it. This is Megatron's scheme (Shoeybi et al., 2019); the styles that
+shard the sequence between blocks are those of Korthikanti et al. (2022).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainkit.parallel.parameters import unhide_
 from trainkit.types import Axis
 
 Communicate = Callable[[Tensor, Axis], Tensor]
-"""A differentiable collective on an input or an output of a module."""
+"""A differentiable collective on the input or the output of a module."""
 
 SEQUENCE_DIM = 1
 """The dimension of tokens in a hidden state `[B, S, D]`."""
@@ -37,15 +37,16 @@ SEQUENCE_DIM = 1
 
 @attrs.frozen(eq=False)
 class ParallelStyle:
-    """How one module is sharded, and what is sent before and after it.
+    """The sharding of one module, and the collectives before and after it.
 
     Attributes:
         kind: The class that the module must have.
-        cuts: The dimension along which a parameter is sharded; all others stay whole.
+        cuts: The dimension along which each parameter is sharded, by name; all others are
+            replicated.
         enter: The collective on the first input.
         leave: The collective on the output.
-        partial: Whether the whole parameters see only a part of the work on each rank, so that
-            their gradients must be summed over ranks.
+        partial: Whether each rank uses the replicated parameters for a part of the tokens, heads or
+            features only, so that their gradients must be summed over ranks.
         sequence: Whether an input or output is sharded along the sequence.
     """
 
@@ -92,25 +93,25 @@ STYLES: Mapping[str, ParallelStyle] = MappingProxyType(
 
 | style | parameters | what is sent |
 |---|---|---|
-| replicated | whole; what a module without a style gets | nothing |
-| partial | whole, but each rank sees a part of the tokens or heads | gradients, once per step |
-| column | a Linear's output features are cut | the input's gradient is summed |
-| column_gathered | the same | and the output is gathered along its last dimension |
-| row | a Linear's input features are cut, the bias is whole | the output is summed |
-| vocabulary | an Embedding's rows are cut | the output is summed |
-| wide_norm | a WideNorm's features are cut | the sums of its squares are summed |
+| replicated | replicated; the default of a module without a style | nothing |
+| partial | replicated, for a part of the tokens or heads | gradients, once per step |
+| column | a Linear's output features are sharded | the input's gradient is summed |
+| column_gathered | as column | the same, and the output is gathered along its last dimension |
+| row | a Linear's input features are sharded, its bias is not | the output is summed |
+| vocabulary | an Embedding's rows are sharded | the output is summed |
+| wide_norm | a WideNorm's features are sharded | its sums of squares are summed |
 
 With hidden states `[B, S / tp, D]` between blocks:
 
 | style | parameters | what is sent |
 |---|---|---|
-| gather | whole | the first input is gathered along the sequence |
+| gather | replicated | the first input is gathered along the sequence |
 | column_inside | as column, inside a module of style gather | nothing: that gather sums |
-| column_inside_gathered | the same | and the output is gathered along its last dimension |
+| column_inside_gathered | as column_inside | the output is gathered along its last dimension |
 | row_scattered | as row, the bias partial | the output is summed and scattered |
 | vocabulary_scattered | as vocabulary | the output is summed and scattered |
 | partial_gathered | as partial | the output is gathered |
-| partial_sliced | as partial; whole ids or positions enter, of which it takes its own | gradients |
+| partial_sliced | as partial; takes this rank's tokens of full ids or positions | gradients |
 """
 
 
@@ -119,7 +120,7 @@ With hidden states `[B, S / tp, D]` between blocks:
 
 @attrs.frozen(eq=False)
 class Sharding:
-    """What a sharded module needs: the names of its own parameters, its style, and `ps.tp`."""
+    """The names of a sharded module's own parameters, its style, and `ps.tp`."""
 
     names: tuple[str, ...]
     style: ParallelStyle
@@ -130,10 +131,10 @@ class Sharding:
 
 
 class Sharded(nn.Module):
-    """Mixin: computes with this rank's part of the parameters, and communicates as its style says.
+    """Mixin: computes with this rank's shards of the parameters, between its style's collectives.
 
     Parameters of a tensor-parallel module are DTensors, for the optimizer, FSDP2 and checkpoints.
-    While its own forward pass runs, they read as this rank's plain tensors.
+    While its own forward pass runs, they read as plain local tensors.
     """
 
     sharding: Sharding
@@ -149,27 +150,27 @@ class Sharded(nn.Module):
         return out if style.leave is None else style.leave(out, axis)
 
     def forward_on_parts(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward pass on the local parts of its own parameters."""
-        # Attributes of the instance hide parameters of the same name for as long as they are there,
-        # as those of `precision` may do already. The parameters stay registered as they are, so
-        # FSDP2 and the optimizer never see a local one.
+        """Run the module's forward pass on the local shards of its own parameters."""
+        # An attribute of an instance hides the parameter of the same name, and `mixed_precision`
+        # may have set one already. The parameters stay registered, so that FSDP2 and the optimizer
+        # never see a local tensor.
         names = self.sharding.names
-        before = {name: vars(self).get(name) for name in names}
+        earlier = {name: vars(self).get(name) for name in names}
         for name in names:
-            whole: Any = getattr(self, name)
-            local = None if name in self.added_after else whole.to_local()
+            full: Any = getattr(self, name)
+            local = None if name in self.added_after else full.to_local()
             object.__setattr__(self, name, local)
         try:
             return super().forward(*args, **kwargs)
         finally:
-            for name, shown in before.items():
+            for name, attribute in earlier.items():
                 unhide_(self, name)
-                if shown is not None:
-                    object.__setattr__(self, name, shown)
+                if attribute is not None:
+                    object.__setattr__(self, name, attribute)
 
 
 class ShardedRow(Sharded):
-    """Mixin of a `Linear` whose inputs are sharded: it adds the bias once, after the sum."""
+    """Mixin of a `Linear` with sharded input features: the bias is added once, after the sum."""
 
     added_after = ("bias",)
 
@@ -180,46 +181,47 @@ class ShardedRow(Sharded):
 
 
 class ShardedVocabulary(Sharded):
-    """Mixin of an `Embedding` whose rows are sharded: ids of other ranks' rows give zeros."""
+    """Mixin of an `Embedding` with sharded rows: ids of other ranks' rows give zeros."""
 
     num_embeddings: int
 
     def forward_on_parts(self, ids: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
         """Look up this rank's rows.
 
-        An id outside the whole vocabulary stays outside on the first or last rank, which raises.
+        An id outside the full vocabulary stays out of range on the first or last rank, which
+        raises.
         """
         axis = self.sharding.axis
         rows = self.num_embeddings // axis.count
         local = ids - axis.index * rows
         below, above = local < 0, local >= rows
         is_first, is_last = axis.index == 0, axis.index == axis.count - 1
-        others = above if is_first else below if is_last else below | above
-        out = super().forward_on_parts(local.masked_fill(others, 0))
-        return out.masked_fill(others.unsqueeze(-1), 0)
+        is_elsewhere = above if is_first else below if is_last else below | above
+        out = super().forward_on_parts(local.masked_fill(is_elsewhere, 0))
+        return out.masked_fill(is_elsewhere.unsqueeze(-1), 0)
 
 
 class ShardedNorm(Sharded):
-    """Mixin of a `WideNorm` whose features are sharded: every rank uses the sum of all squares."""
+    """Mixin of a `WideNorm` with sharded features: every rank uses the sum of all squares."""
 
     def summed(self, squares: Tensor) -> Tensor:
-        """Sum over ranks, forward and backward."""
+        """Sum over ranks in forward and in backward: each rank's features use the sum."""
         axis = self.sharding.axis
         return sum_grad(sum_forward(squares, axis), axis)
 
 
 def shard_(module: nn.Module, names: tuple[str, ...], style: ParallelStyle, axis: Axis) -> None:
-    """Let a module compute with this rank's part of its parameters; see `Sharded`.
+    """Let a module compute with this rank's shards of its parameters; see `Sharded`.
 
     Args:
-        module: A module that `style` fits.
+        module: A module of the class that `style` requires.
         names: The module's own parameters, DTensors over `axis`.
         style: The style.
         axis: `ps.tp`.
 
     Effects:
-        Puts a mixin in front of the module's class. Its forward and backward passes communicate on
-        `axis`.
+        Puts a mixin in front of the module's class. From then on its forward and backward passes
+        communicate on `axis`.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
@@ -239,10 +241,12 @@ def shard_(module: nn.Module, names: tuple[str, ...], style: ParallelStyle, axis
 
 
 def local_padding(padding: int | None, rows: int, axis: Axis) -> int | None:
-    """Return the row of an Embedding's `padding_idx` among this rank's rows, None where it is not.
+    """Return the index of an Embedding's `padding_idx` in this rank's rows, or None.
 
-    Effects:
-        None; `axis` only says which rows these are.
+    Args:
+        padding: The `padding_idx` of the full Embedding.
+        rows: The number of rows on each rank.
+        axis: `ps.tp`; it does not communicate.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
@@ -256,9 +260,10 @@ def local_padding(padding: int | None, rows: int, axis: Axis) -> int | None:
 
 
 def sums_problem(module: nn.Module, styles: Mapping[str, ParallelStyle]) -> str | None:
-    """Return which module of a plan would sum a gradient twice, or lack a sum, or None.
+    """Return a sentence on a gradient that styles would sum twice or not at all, or None.
 
-    It follows from what styles send; the order in which modules call one another is not known.
+    Only what follows from the collectives of the styles is found: the order in which modules call
+    one another is unknown.
 
     Args:
         module: A model or a stage of one.
@@ -270,22 +275,26 @@ def sums_problem(module: nn.Module, styles: Mapping[str, ParallelStyle]) -> str 
         >>> print(sums_problem(model, of))
         'head' sums its input's gradient, which the gathering of the sequence sums already: ...
     """
-    cut = any(style.sequence for style in styles.values())
-    whole = any(style.leave is sum_forward for style in styles.values())
+    has_parts = any(style.sequence for style in styles.values())  # of the sequence
+    has_full = any(style.leave is sum_forward for style in styles.values())
     for name, style in styles.items():
-        if cut and not whole and style.enter is sum_grad:
+        if has_parts and not has_full and style.enter is sum_grad:
             return (
                 f"{name!r} sums its input's gradient, which the gathering of the sequence sums "
                 'already: give it "column_inside" or "column_inside_gathered"'
             )
-        if not cut and style.kind is nn.Linear and style.cuts == _COLUMN.cuts and not style.enter:
+        is_column = style.kind is nn.Linear and style.cuts == _COLUMN.cuts
+        if is_column and not has_parts and not style.enter:
             return (
                 f"nothing sums the gradient of the input of {name!r}: its style is for a module of "
                 'style "gather", or behind "partial_gathered"; give it "column"'
             )
     for name, child in module.named_modules():
-        trained = any(p.requires_grad for p in child.parameters(recurse=False))
-        if trained and name not in styles and (cut or _is_around_a_cut(name, styles)):
+        is_trained = any(p.requires_grad for p in child.parameters(recurse=False))
+        # Between a column and a row each rank has a part of the features.
+        inside = [style.cuts for own, style in styles.items() if own.rpartition(".")[0] == name]
+        sees_part = has_parts or (_COLUMN.cuts in inside and _ROW.cuts in inside)
+        if is_trained and sees_part and name not in styles:
             return (
                 f"{name or 'the model itself'!r} has parameters of its own and no style; say "
                 '"partial" if each rank sees a part of the tokens, heads or features there, or '
@@ -294,14 +303,8 @@ def sums_problem(module: nn.Module, styles: Mapping[str, ParallelStyle]) -> str 
     return None
 
 
-def _is_around_a_cut(name: str, styles: Mapping[str, ParallelStyle]) -> bool:
-    """Return whether a module holds a column and a row: between them each rank has a part."""
-    inside = [style.cuts for own, style in styles.items() if own.rpartition(".")[0] == name]
-    return _COLUMN.cuts in inside and _ROW.cuts in inside
-
-
 def style_problem(module: nn.Module, style: ParallelStyle) -> str | None:
-    """Return why a style does not fit a module, or None.
+    """Return the reason that a style does not fit a module, or None.
 
     Examples:
         >>> style_problem(nn.RMSNorm(2), STYLES["row"])

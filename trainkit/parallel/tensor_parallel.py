@@ -1,7 +1,7 @@
-"""Tensor parallelism: the matrices of each layer cut over `ps.tp`, by name patterns.
+"""Tensor parallelism: the matrices of each layer sharded over `ps.tp`, by name patterns.
 
-Collectives are our own and explicit, on plain tensors; parameters are DTensors, so that FSDP2, the
-gradient norm, checkpoints and the optimizer know which part of the whole a rank holds.
+Parameters are DTensors, so that FSDP2, the gradient norm, checkpoints and the optimizer know which
+shard a rank holds. Modules compute on plain tensors with explicit collectives.
 """
 
 from __future__ import annotations
@@ -51,10 +51,12 @@ DECODER_STYLES: Mapping[str, str] = MappingProxyType(
         "head": "column_inside",
     }
 )
-"""The plan of `models.Decoder`: hidden states are `[B, S / tp, D]` between blocks, so that norms,
-dropout and the residual stream are shared too. Logits leave the model whole, `[B, S, V]`; a
-`Hidden` leaves it with this rank's rows of the weight, `[V / tp, D]`, and the axis. Learned
-positions and norms over all heads, where a decoder has them, have styles of their own.
+"""The styles of `models.Decoder`.
+
+Hidden states are `[B, S / tp, D]` between blocks, so that the work of norms, dropout and residual
+additions is sharded too (Korthikanti et al., 2022). The model returns full logits `[B, S, V]`, or a
+`Hidden` with this rank's rows of the weight, `[V / tp, D]`, and the axis. Learned positions and
+norms over all heads have further styles.
 """
 
 LATENT_STYLES: Mapping[str, str] = MappingProxyType(
@@ -66,8 +68,8 @@ LATENT_STYLES: Mapping[str, str] = MappingProxyType(
         "layers.*.attention.wkv": "column_inside",
     }
 )
-"""The same of a decoder with `Latents`: each rank makes those of its own tokens, and the narrow
-latents are gathered in place of what attention is given.
+"""The styles of a decoder with `Latents`: each rank computes the latents of its own tokens, and the
+latents are gathered instead of the hidden states, which are larger.
 """
 
 _HF_STYLES = {
@@ -81,34 +83,34 @@ _HF_STYLES = {
 
 
 def tensor_parallel(styles: Mapping[str, str | ParallelStyle] | None = None) -> Transform:
-    """Return the transform that cuts matrices over `ps.tp`; the first of a plan.
+    """Return the transform that shards matrices over `ps.tp`; it comes first in a plan.
 
-    The module may be on the meta device, in `build_stages`, or hold its weights, the same on every
-    rank, of which each then keeps its part. All parameters become DTensors; those without a style
-    stay whole, and their gradients are taken for whole. So give "partial" to a module without
-    matrices that sees a part of the features, between a column and a row: an activation with a
-    weight, a norm of heads. A `Decoder` returns whole logits, or a `Hidden` that knows the axis, by
-    any styles; the last matrix of another model needs "column_gathered", for losses that want whole
-    logits, or losses with `axis=ps.tp`.
+    The module is on the meta device, as in `build_stages`, or holds its weights, equal on all
+    ranks, of which each rank then keeps its shard. All parameters become DTensors.
+
+    Parameters without a style stay replicated, and their gradients count as complete. A module
+    without matrices that sees only a part of the features, between a "column" and a "row", needs
+    the style "partial": an activation with a weight, a norm of heads. A `Decoder` returns full
+    logits, or a `Hidden` that knows the axis, with any styles. The output head of another model
+    needs "column_gathered" for losses on full logits, or "column" for losses with `axis=ps.tp`.
 
     Args:
-        styles: From patterns of module names, in which `*` stands for one part, to the names of
-            `STYLES` or to a `ParallelStyle`: {"layers.*.mlp.up": "column", "layers.*.mlp.down":
-                "row"}.
-            The pattern "" is the module itself, for parameters that it holds directly.
-            None takes the plan of `models.Decoder`; `read_hf_styles(model)` that of a Hugging Face
+        styles: Names of `STYLES`, or `ParallelStyle` records, by module name pattern, in which `*`
+            stands for one component: {"layers.*.mlp.up": "column", "layers.*.mlp.down": "row"}.
+            The pattern "" is the module itself, for parameters that it holds directly. None takes
+            the styles of `models.Decoder`; `read_hf_styles(model)` returns those of a Hugging Face
             model.
 
     Returns:
-        A transform for `build_stages`. At `ps.tp` of size 1 it changes nothing.
+        A transform for `build_stages`. It changes nothing if `ps.tp` has size 1.
 
     Raises:
-        ConfigError: When applied: a style is unknown or does not fit its module, styles would sum a
-            gradient twice or not at all, as far as that can be seen, a pattern matches nothing
-            (without pipeline stages), two patterns match one module, or a number of heads or a
-            dimension does not divide by tp; an embedding has a `max_norm`; a style cuts a parameter
-            that its module computes (`weight_norm`). Nothing has been sent then. In its forward
-            pass: a module reads a parameter of another one, as the parts of it cannot be.
+        ConfigError: When applied, before anything is sent: a style is unknown or does not fit its
+            module; the styles would visibly sum a gradient twice or not at all; a pattern matches
+            nothing (without pipeline stages); two patterns match one module; a number of heads or a
+            dimension does not divide by tp; an embedding has a `max_norm`; or a style shards a
+            parameter that its module computes (`weight_norm`). In the forward pass: a module reads
+            a parameter of another module, of which it would see only a shard.
 
     References:
         Shoeybi et al., "Megatron-LM" (2019); Korthikanti et al., "Reducing activation
@@ -124,46 +126,47 @@ def tensor_parallel(styles: Mapping[str, str | ParallelStyle] | None = None) -> 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         if ps.tp.count == 1 and styles is None:
             return module
-        named = _styles_of(module, styles, whole=ps.pp.count == 1)
-        cut = {name: style for name, (_, style) in named.items()}
-        problem = sums_problem(module, cut)
+        matched = _match_styles(module, styles, is_stage=ps.pp.count > 1)
+        by_name = {name: style for name, (_, style) in matched.items()}
+        problem = sums_problem(module, by_name)
         if problem is not None:
-            raise ConfigError(f"tensor: {problem}", where="tp")
+            raise ConfigError(f"tensor_parallel: {problem}", where="tp")
         if ps.tp.count == 1:
             return module
-        check_whole_documents(module, "tensor")
-        refuse_max_norm(module, by="tensor")
-        parents = dict(module.named_modules())
-        for name, (pattern, style) in named.items():
-            _check_module(name, parents, pattern, style, ps.tp)
-        _shard_(module, cut, ps.tp)
+        check_whole_documents(module, "tensor_parallel")
+        refuse_max_norm(module, by="tensor_parallel")
+        modules = dict(module.named_modules())
+        for name, (pattern, style) in matched.items():
+            _check_module(name, modules, pattern, style, ps.tp)
+        _shard_parameters_(module, by_name, ps.tp)
         if isinstance(module.forward, MethodType):  # a user may have set a plain function
             wrap_forward_(module, _explain_mixed_tensors)
-        if any(style.sequence for style in cut.values()) and hasattr(module, "sequence_parts"):
+        has_parts = any(style.sequence for style in by_name.values())
+        if has_parts and hasattr(module, "sequence_parts"):
             module.sequence_parts = ps.tp.count  # pyrefly: ignore[bad-argument-type]
-            module.register_forward_pre_hook(_slice_by_token(ps.tp), with_kwargs=True)
+            module.register_forward_pre_hook(_make_token_slicer(ps.tp), with_kwargs=True)
         if isinstance(module, Decoder) and module.norm is not None:  # the last stage
-            module.register_forward_hook(_whole_vocabulary(ps.tp))
+            module.register_forward_hook(_make_output_hook(ps.tp))
         return module
 
     return Transform(apply, kind="tensor", axes=("tp",))
 
 
 def read_hf_styles(model: Any) -> dict[str, str]:
-    """Return the styles that a Hugging Face model brings, for `tensor_parallel`.
+    """Return the styles for `tensor_parallel` from the plan of a Hugging Face model.
 
-    Logits are gathered, as all losses on logits need them; {**read_hf_styles(model), "lm_head":
-    "column"} leaves them cut, for `losses.cross_entropy(logits, labels, axis=ps.tp)`.
+    Logits are gathered, for losses on full logits; {**read_hf_styles(model), "lm_head": "column"}
+    leaves them sharded, for `losses.cross_entropy(logits, labels, axis=ps.tp)`.
 
     Args:
-        model: A `transformers` model with a tensor-parallel plan, whole.
+        model: A `transformers` model with a tensor-parallel plan, not sharded.
 
     Returns:
-        Styles by name pattern; patterns that match nothing in this model are left out.
+        Styles by name pattern, without the patterns that match nothing in this model.
 
     Raises:
-        ConfigError: The model has no plan, or one with a style that there is none for here, or a
-            norm of queries or keys that is neither in the plan nor of single heads.
+        ConfigError: The model has no plan, its plan has a style that is unknown here, or a norm of
+            queries or keys is neither in the plan nor over single heads.
 
     Examples:
         >>> model = nn.ModuleDict({"up": nn.Linear(2, 4), "down": nn.Linear(4, 2)})
@@ -178,173 +181,166 @@ def read_hf_styles(model: Any) -> dict[str, str]:
             '{"model.layers.*.mlp.up_proj": "column", ...}',
             where="tp",
         )
-    names = [name for name, _ in model.named_modules()]
-    held = [name for name, _ in model.named_parameters()]
-    found: dict[str, str] = {}
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    styles: dict[str, str] = {}
     for pattern, style in plan.items():
-        if not any(name_matches(name, pattern) for name in (*names, *held)):
+        if not any(name_matches(name, pattern) for name in names):
             continue
         if style not in _HF_STYLES:
             raise ConfigError(
                 f"read_hf_styles: the plan of {type(model).__name__} has {style!r} at {pattern!r}, "
-                f"which tensor() has no style for (it knows {', '.join(_HF_STYLES)})",
+                "which tensor_parallel() has no style for (it knows "
+                f"{', '.join(_HF_STYLES)})",
                 where=pattern,
                 got=style,
                 want=list(_HF_STYLES),
             )
-        found[pattern] = _HF_STYLES[style]
-    return found | _norms_of_heads(model, found)
+        styles[pattern] = _HF_STYLES[style]
+    return styles | _find_head_norms(model, styles)
 
 
-def _norms_of_heads(model: nn.Module, found: Mapping[str, str]) -> dict[str, str]:
-    """Return styles for norms of queries and keys that a plan does not name, as older ones do not.
+def _find_head_norms(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
+    """Return styles for the norms of queries and keys that a plan omits, as older ones do.
 
-    Left whole, they would silently get the gradient of one rank's heads.
+    Replicated, they would silently get the gradient of one rank's heads.
     """
     modules = dict(model.named_modules())
-    more: dict[str, str] = {}
+    norms: dict[str, str] = {}
     for name, module in modules.items():
         parent, _, last = name.rpartition(".")
-        if last not in ("q_norm", "k_norm") or any(name_matches(name, p) for p in found):
+        if last not in ("q_norm", "k_norm") or any(name_matches(name, p) for p in styles):
             continue
         sizes = {p.shape[-1] for p in module.parameters()}
         if sizes - {_head_size(modules[parent])}:
             raise ConfigError(
                 f"read_hf_styles: {name!r} is no norm of single heads, and the plan of "
-                f"{type(model).__name__} does not say how it is cut; write a plan for this model",
+                f"{type(model).__name__} does not say how it is sharded; write a plan for this "
+                "model",
                 where=name,
             )
-        more[name] = "partial"
-    return more
+        norms[name] = "partial"
+    return norms
 
 
 # ------------------------------------------------------------------------------------------ checks
 
 
-def _styles_of(
-    module: nn.Module, styles: Mapping[str, str | ParallelStyle] | None, *, whole: bool
-) -> dict[str, tuple[str, ParallelStyle]]:
-    """Return (pattern, style) by module name; `whole` says that the module is no pipeline stage."""
-    if styles is None and isinstance(module, Decoder):
-        ready = dict(DECODER_STYLES if module.config.latents is None else LATENT_STYLES)
-        ready |= {"positions": "partial_sliced"}
-        if module.config.qk_norm == "wide":
-            ready["layers.*.attention.[qk]_norm"] = "wide_norm"
-    elif styles is None:
+def _get_decoder_styles(module: nn.Module) -> Mapping[str, str]:
+    if not isinstance(module, Decoder):
         raise ConfigError(
-            f"tensor: there is no ready plan for a {type(module).__name__}; pass one, as "
+            f"tensor_parallel: there is no ready plan for a {type(module).__name__}; pass one, as "
             'tensor_parallel({"layers.*.up": "column", "layers.*.down": "row"}) or '
             "tensor_parallel(read_hf_styles(model))",
             where="tp",
         )
-    else:
-        ready = styles
-    names = [name for name, _ in module.named_modules() if name]
-    found: dict[str, tuple[str, ParallelStyle]] = {}
-    own = _inside_experts(module)
-    for pattern, named in ready.items():
-        matching = [name for name in names if name_matches(name, pattern) and name not in own]
-        matching = matching if pattern else [""]
-        if not matching and whole and styles is not None:
+    styles = DECODER_STYLES if module.config.latents is None else LATENT_STYLES
+    styles = {**styles, "positions": "partial_sliced"}
+    if module.config.qk_norm == "wide":
+        styles["layers.*.attention.[qk]_norm"] = "wide_norm"
+    return styles
+
+
+def _match_styles(
+    module: nn.Module, styles: Mapping[str, str | ParallelStyle] | None, *, is_stage: bool
+) -> dict[str, tuple[str, ParallelStyle]]:
+    """Return (pattern, style) by module name; a pipeline stage need not match every pattern."""
+    modules = dict(module.named_modules())
+    names = [name for name in modules if name]
+    layers = [name for name, part in modules.items() if isinstance(part, ExpertMlp)]
+    # Experts are not sharded over tp: each rank computes its own tokens with all of a layer.
+    in_experts = {x for x in modules for layer in layers if f"{x}.".startswith(f"{layer}.")}
+    matched: dict[str, tuple[str, ParallelStyle]] = {}
+    for pattern, style in (_get_decoder_styles(module) if styles is None else styles).items():
+        if isinstance(style, str) and style not in STYLES:
             raise ConfigError(
-                f"tensor: no submodule's name matches {pattern!r}; take the pattern out, or "
-                f"correct it (names are such as {', '.join(names[:3])})",
+                f"tensor_parallel: there is no style {style!r}, as given for {pattern!r}; there "
+                f"are {', '.join(STYLES)}",
+                where=pattern,
+                got=style,
+                want=list(STYLES),
+            )
+        matching = [x for x in names if name_matches(x, pattern) and x not in in_experts]
+        matching = matching if pattern else [""]
+        if not matching and not is_stage and styles is not None:
+            raise ConfigError(
+                f"tensor_parallel: no submodule's name matches {pattern!r}; take the pattern out, "
+                f"or correct it (names are such as {', '.join(names[:3])})",
                 where=pattern,
             )
         for name in matching:
-            if name in found:
+            if name in matched:
                 raise ConfigError(
-                    f"tensor: {name!r} is matched by two patterns, {found[name][0]!r} and "
-                    f"{pattern!r}; leave one",
+                    f"tensor_parallel: {name!r} is matched by two patterns, {matched[name][0]!r} "
+                    f"and {pattern!r}; leave one",
                     where=name,
                 )
-            found[name] = pattern, _style(pattern, named)
-    for name, part in module.named_modules():  # an adapter is cut as its matrix is
+            matched[name] = pattern, STYLES[style] if isinstance(style, str) else style
+    for name, part in modules.items():  # an adapter is sharded as its matrix is
         derive_style = getattr(part, "derive_style", None)
         owner = name.rsplit(".", 2)[0]
-        if callable(derive_style) and owner in found:
-            found[name] = found[owner][0], derive_style(found[owner][1])
-    apart = any(style.sequence for _, style in found.values())  # each rank has its own tokens
-    style = STYLES["partial" if apart else "replicated"]
-    return found | dict.fromkeys(sorted(own), ("experts", style))
-
-
-def _inside_experts(module: nn.Module) -> set[str]:
-    """Return the modules of expert layers, which are whole on each rank, for its own tokens."""
-    named = dict(module.named_modules())
-    layers = [name for name, layer in named.items() if isinstance(layer, ExpertMlp)]
-    return {own for own in named for name in layers if f"{own}.".startswith(f"{name}.")}
-
-
-def _style(pattern: str, style: str | ParallelStyle) -> ParallelStyle:
-    if isinstance(style, ParallelStyle):
-        return style
-    if style not in STYLES:
-        raise ConfigError(
-            f"tensor: there is no style {style!r}, as given for {pattern!r}; there are "
-            f"{', '.join(STYLES)}",
-            where=pattern,
-            got=style,
-            want=list(STYLES),
-        )
-    return STYLES[style]
+        if callable(derive_style) and owner in matched:
+            matched[name] = matched[owner][0], derive_style(matched[owner][1])
+    has_parts = any(style.sequence for _, style in matched.values())  # of the tokens
+    style = STYLES["partial" if has_parts else "replicated"]
+    return matched | dict.fromkeys(sorted(in_experts), ("experts", style))
 
 
 def _check_module(
     name: str, modules: Mapping[str, nn.Module], pattern: str, style: ParallelStyle, axis: Axis
 ) -> None:
-    """Refuse a module that a style does not fit, or whose parameters do not divide."""
+    """Raise ConfigError if a style does not fit a module, or a parameter does not divide."""
     module = modules[name]
     problem = style_problem(module, style)
     if problem is not None:
         raise ConfigError(
-            f"tensor: the style of the pattern {pattern!r} does not fit {name!r}: {problem}",
+            f"tensor_parallel: the style of the pattern {pattern!r} does not fit {name!r}: "
+            f"{problem}",
             where=name,
         )
-    for own in style.cuts:
-        _check_is_parameter(module, own, name, style_of=pattern)
+    for key in style.cuts:
+        _check_is_parameter(module, key, name, pattern=pattern)
     size = _head_size(module) or _head_size(modules.get(name.rpartition(".")[0]))
-    for own, parameter in module.named_parameters(recurse=False):
-        dim = style.cuts.get(own)
+    for key, parameter in module.named_parameters(recurse=False):
+        dim = style.cuts.get(key)
         if dim is None:
             continue
         count = parameter.shape[dim]
-        text = f"dimension {dim} of '{name}.{own}' is {count}, which does"
+        text = f"dimension {dim} of '{name}.{key}' is {count}, which does"
         if size and dim == 0 and count % size == 0:
             count = count // size
             text = f"{name!r} has {count} heads, which do"
         if count % axis.count:
             raise ConfigError(
-                f"tensor: {text} not divide into {axis.count} equal parts for tp = {axis.count}; "
-                f"choose tp among the divisors of {count}",
-                where=f"{name}.{own}",
+                f"tensor_parallel: {text} not divide into {axis.count} equal parts for tp = "
+                f"{axis.count}; choose tp among the divisors of {count}",
+                where=f"{name}.{key}",
                 got=count,
                 want=f"a multiple of {axis.count}",
             )
 
 
-def _check_is_parameter(module: nn.Module, own: str, name: str, *, style_of: str) -> None:
-    """Refuse to cut what a module computes from other parameters, as `weight_norm` has it."""
-    held = dict(module.named_parameters(recurse=False))
-    if own in held or hasattr(module, "cut_") or getattr(module, own, None) is None:
+def _check_is_parameter(module: nn.Module, key: str, name: str, *, pattern: str) -> None:
+    """Raise ConfigError if a module computes this tensor from parameters, as `weight_norm` does."""
+    own = dict(module.named_parameters(recurse=False))
+    if key in own or hasattr(module, "cut_") or getattr(module, key, None) is None:
         return
-    starts = (f"{own}_", f"parametrizations.{own}.")
-    made_of = ", ".join(x for x, _ in module.named_parameters() if x.startswith(starts))
+    starts = (f"{key}_", f"parametrizations.{key}.")
+    sources = ", ".join(x for x, _ in module.named_parameters() if x.startswith(starts))
     raise ConfigError(
-        f"tensor: '{name}.{own}' is no parameter, but computed in each forward pass"
-        f"{f' from {made_of}' if made_of else ''}, which the style of the pattern {style_of!r} "
-        "cannot cut; take that off before (torch.nn.utils.parametrize.remove_parametrizations, or "
-        "torch.nn.utils.remove_weight_norm), or leave the module without a style",
-        where=f"{name}.{own}",
-        got=made_of,
+        f"tensor_parallel: '{name}.{key}' is no parameter, but computed in each forward pass"
+        f"{f' from {sources}' if sources else ''}, which the style of the pattern {pattern!r} "
+        "cannot shard; take that off before (torch.nn.utils.parametrize.remove_parametrizations, "
+        "or torch.nn.utils.remove_weight_norm), or leave the module without a style",
+        where=f"{name}.{key}",
+        got=sources,
         want="a parameter",
     )
 
 
-def _head_size(parent: nn.Module | None) -> int | None:
-    """Return the size of a head in an attention module, ours or Hugging Face's, or in a matrix."""
+def _head_size(module: nn.Module | None) -> int | None:
+    """Return the size of a head in an attention module or matrix, trainkit's or Hugging Face's."""
     for name in ("head_size", "head_dim"):
-        size = getattr(parent, name, None)
+        size = getattr(module, name, None)
         if isinstance(size, int) and size > 0:
             return size
     return None
@@ -353,42 +349,67 @@ def _head_size(parent: nn.Module | None) -> int | None:
 # ------------------------------------------------------------------------------------------- shard
 
 
-def _shard_(module: nn.Module, styles: Mapping[str, ParallelStyle], axis: Axis) -> None:
-    """Make every parameter a DTensor, and every module with parameters or a style a styled one."""
-    placed: dict[int, tuple[int | None, nn.Parameter]] = {}
+def _shard_parameters_(module: nn.Module, styles: Mapping[str, ParallelStyle], axis: Axis) -> None:
+    """Make every parameter a DTensor, and let modules with parameters or a style use `shard_`."""
+    dtensors: dict[int, tuple[int | None, nn.Parameter]] = {}  # tied parameters stay tied
     for name, child in module.named_modules():
         style = styles.get(name, STYLES["replicated"])
         cut: Any = getattr(child, "cut_", None)
-        if cut is not None:  # it holds its weights in other shapes than the style knows
+        if cut is not None:  # it stores its weights in other shapes than the style knows
             style = cut(style, axis)
         own = dict(child.named_parameters(recurse=False, remove_duplicate=False))
         if not own and name not in styles:
             continue
         for key, parameter in own.items():
             dim = style.cuts.get(key)
-            if id(parameter) not in placed:
-                placed[id(parameter)] = dim, _placed(parameter, dim, axis)
-            if placed[id(parameter)][0] != dim:
+            if id(parameter) not in dtensors:
+                dtensors[id(parameter)] = dim, _make_dtensor(parameter, dim, axis)
+            if dtensors[id(parameter)][0] != dim:
                 raise ConfigError(
-                    f"tensor: '{name}.{key}' is tied to a parameter that is cut otherwise; give "
-                    "both modules styles that cut alike, as vocabulary and column",
+                    f"tensor_parallel: '{name}.{key}' is tied to a parameter that is sharded "
+                    "otherwise; give both modules styles that shard alike, as vocabulary and "
+                    "column",
                     where=f"{name}.{key}",
                 )
-            setattr(child, key, placed[id(parameter)][1])
-        whole = [key for key in own if key not in style.cuts]
-        if style.partial and whole:
-            mark_partial_(child, whole, axis)
+            setattr(child, key, dtensors[id(parameter)][1])
+        replicated = [key for key in own if key not in style.cuts]
+        if style.partial and replicated:
+            mark_partial_(child, replicated, axis)
         if isinstance(child, nn.Embedding) and style.cuts:
             rows = child.num_embeddings // axis.count
             child.padding_idx = local_padding(child.padding_idx, rows, axis)
         shard_(child, tuple(own), style, axis)
 
 
-def _explain_mixed_tensors(forward: Forward) -> Forward:
-    """Return a forward pass whose error names a module that reads parameters of another one.
+def _make_dtensor(parameter: nn.Parameter, dim: int | None, axis: Axis) -> nn.Parameter:
+    """Return a DTensor parameter with this rank's shard of a full parameter."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: PLC0415 (a second)
 
-    A module's parameters are this rank's plain tensors while its own forward pass runs. To all
-    other modules they are sharded tensors, which torch does not multiply with plain ones.
+    if isinstance(parameter, DTensor):
+        raise ConfigError(
+            "tensor_parallel: parameters are sharded already; tensor_parallel() comes first in a "
+            "plan"
+        )
+    assert axis.mesh is not None
+    full = parameter.detach()
+    # A copy: a view would keep the memory of the full parameter.
+    local = full if dim is None else full.chunk(axis.count, dim)[axis.index].clone()
+    dtensor = DTensor.from_local(
+        local.contiguous(),
+        axis.mesh,
+        [Replicate() if dim is None else Shard(dim)],
+        run_check=False,
+        shape=full.shape,
+        stride=full.stride(),
+    )
+    return nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
+
+
+def _explain_mixed_tensors(forward: Forward) -> Forward:
+    """Return a forward pass whose error names the module that reads a parameter of another one.
+
+    A module's parameters are plain local tensors only while its own forward pass runs. All other
+    modules see DTensors, which torch does not combine with plain tensors.
     """
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -397,11 +418,11 @@ def _explain_mixed_tensors(forward: Forward) -> Forward:
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
-            name, line = _innermost(self, error)
+            name, line = _find_innermost(self, error)
             raise ConfigError(
-                f"tensor: {name or 'the model itself'!r} computes with a parameter of another "
-                f"module ({line}), of which each rank has a part that only the module's own "
-                "forward pass sees; call that module there (self.up(x) in place of "
+                f"tensor_parallel: {name or 'the model itself'!r} computes with a parameter of "
+                f"another module ({line}), of which each rank has a shard that only the module's "
+                "own forward pass sees; call that module there (self.up(x) in place of "
                 "linear(x, self.up.weight)), or let the parameter be one of its own",
                 where=name,
             ) from error
@@ -409,73 +430,59 @@ def _explain_mixed_tensors(forward: Forward) -> Forward:
     return call
 
 
-def _innermost(module: nn.Module, error: BaseException) -> tuple[str, str]:
-    """Return the name of the innermost part of a module that an error passed, and the line."""
+def _find_innermost(module: nn.Module, error: BaseException) -> tuple[str, str]:
+    """Return the innermost submodule whose code an error passed, and the line in it."""
     names = {id(part): name for name, part in module.named_modules()}
     found, line, trace = "", "its forward pass", error.__traceback__
     while trace is not None:
         frame, code = trace.tb_frame, trace.tb_frame.f_code
-        part = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        ours = "/trainkit/" in code.co_filename or "/torch/" in code.co_filename
-        if id(part) in names and not ours:
+        part = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None  # self
+        is_library = "/trainkit/" in code.co_filename or "/torch/" in code.co_filename
+        if id(part) in names and not is_library:
             found, line = names[id(part)], f"{Path(code.co_filename).name}:{trace.tb_lineno}"
         trace = trace.tb_next
     return canonical_name(found), line
 
 
-def _placed(parameter: nn.Parameter, dim: int | None, axis: Axis) -> nn.Parameter:
-    """Return this rank's part of a whole parameter as a DTensor."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: PLC0415 (a second)
-
-    if isinstance(parameter, DTensor):
-        raise ConfigError("tensor: parameters are sharded already; tensor() comes first in a plan")
-    assert axis.mesh is not None
-    whole = parameter.detach()
-    local = whole if dim is None else whole.chunk(axis.count, dim)[axis.index].clone()
-    placement = Replicate() if dim is None else Shard(dim)
-    made = DTensor.from_local(
-        local.contiguous(),
-        axis.mesh,
-        [placement],
-        run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
-    )
-    return nn.Parameter(made, requires_grad=parameter.requires_grad)
+# ------------------------------------------------------------------------------- hooks of the model
 
 
-def _slice_by_token(axis: Axis) -> Callable[..., Any]:
-    """Return a hook for the root of a model: what blocks need of this rank's part of the tokens."""
+def _make_token_slicer(axis: Axis) -> Callable[..., Any]:
+    """Return a pre-hook that takes this rank's tokens of the per-token inputs of blocks.
+
+    Ids and positions stay complete: the embedding scatters its output itself.
+    """
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = {name: kwargs.get(name) for name in ("noise_key", "is_token", "choices")}
-        own = {k: contiguous_shard(x, axis.share) for k, x in given.items() if x is not None}
+        inputs = {name: kwargs.get(name) for name in ("noise_key", "is_token", "choices")}
+        own = {k: contiguous_shard(x, axis.share) for k, x in inputs.items() if x is not None}
         return args, kwargs | own
 
     return hook
 
 
-def _whole_vocabulary(axis: Axis) -> Callable[..., Any]:
-    """Return a hook for the root of a decoder: no half of a vocabulary leaves it unannounced.
+def _make_output_hook(axis: Axis) -> Callable[..., Any]:
+    """Return a hook by which a decoder returns full logits, or a `Hidden` that knows the axis.
 
-    What routers counted are sums over the tokens of each rank, which have been apart so far.
+    It also sums the counts of routers where each rank has routed its own tokens.
     """
 
     def hook(module: Decoder, _: Any, output: Any) -> Tensor | Hidden | RoutedOutput:
         if isinstance(output, RoutedOutput):
-            apart = module.sequence_parts > 1
-            sums = sum_forward(output.sums, axis) if apart else output.sums
-            return RoutedOutput(whole(module, output.output), sums)
-        return whole(module, output)
+            has_parts = module.sequence_parts > 1
+            sums = sum_forward(output.sums, axis) if has_parts else output.sums
+            return RoutedOutput(complete(module, output.output), sums)
+        return complete(module, output)
 
-    def whole(module: Decoder, output: Tensor | Hidden) -> Tensor | Hidden:
-        words = len(output.weight) if isinstance(output, Hidden) else output.shape[-1]
-        if words == module.config.vocab_size:  # whole already, by the styles of the plan
+    def complete(module: Decoder, output: Tensor | Hidden) -> Tensor | Hidden:
+        is_hidden = isinstance(output, Hidden)
+        local_vocab_size = len(output.weight) if is_hidden else output.shape[-1]
+        if local_vocab_size == module.config.vocab_size:  # the styles gather it, or leave it full
             return output
-        if isinstance(output, Hidden):
-            parts = (len(output.weight),) * axis.count
-            known = VocabularyAxis(axis.name, axis.share, axis.group, axis.mesh, words=parts)
-            return output._replace(axis=known)
+        if is_hidden:
+            sizes = (local_vocab_size,) * axis.count
+            vocabulary = VocabularyAxis(axis.name, axis.share, axis.group, axis.mesh, words=sizes)
+            return output._replace(axis=vocabulary)
         return all_gather_replicated(output, axis, dim=-1)
 
     return hook

@@ -1,4 +1,4 @@
-"""Tied embeddings of a pipeline: one parameter on two ranks, and one gradient."""
+"""Tied embeddings of a pipeline: one parameter on two stages, with one gradient."""
 
 from __future__ import annotations
 
@@ -19,40 +19,32 @@ from trainkit.types import Axis
 def set_aside_tied(
     stages: Sequence[nn.Module], places: Sequence[StagePlace], axis: Axis
 ) -> Iterator[None]:
-    """Sum the gradients of tied parameters over their two stages, those of this step alone.
+    """Sum the gradients that a `with` block adds to tied parameters over their two stages.
 
-    Both ranks add the owner's gradient and the copy's in that order, so that the optimizer keeps
-    the two equal, bit for bit.
+    Both ranks add the owner's gradient and the copy's in this order, so that the optimizer keeps
+    the two parameters equal, bit for bit.
 
     Effects:
-        Sets earlier gradients aside for the length of the block; replaces `.grad` after it.
-        Communicates on `axis`: a gradient each way between the two ranks.
+        Sets earlier gradients aside during the block, and adds them again after it. Communicates on
+        `axis`: one gradient in each direction between the two ranks of a tie.
     """
-    tied = _tied_parameters(stages, places)
-    held = [(p, p.grad) for _, _, p in tied]
-    for p, _ in held:
-        p.grad = None
-    try:
-        yield
-        _exchange_tied(tied, places[0].ranks, axis)
-    finally:
-        for p, grad in held:
-            if grad is not None:
-                p.grad = grad if p.grad is None else grad.add_(p.grad)
-
-
-def _tied_parameters(
-    stages: Sequence[nn.Module], places: Sequence[StagePlace]
-) -> list[tuple[int, int, nn.Parameter]]:
-    """Return this rank's tied parameters: own stage, the other one's stage, parameter."""
-    found = []
+    tied = []  # (index of this stage, index of the other one, parameter)
     for stage, place in zip(stages, places, strict=True):
         named = get_named_parameters([stage])
         for name, (owner, copy) in sorted(get_tied_names(stage).items()):
             if named[name].requires_grad:
                 other = copy if place.index == owner else owner
-                found.append((place.index, other, named[name]))
-    return found
+                tied.append((place.index, other, named[name]))
+    earlier = [(p, p.grad) for _, _, p in tied]
+    for p, _ in earlier:
+        p.grad = None
+    try:
+        yield
+        _exchange_tied(tied, places[0].ranks, axis)
+    finally:
+        for p, grad in earlier:
+            if grad is not None:
+                p.grad = grad if p.grad is None else grad.add_(p.grad)
 
 
 @torch.no_grad()
@@ -65,9 +57,9 @@ def _exchange_tied(
     ]
     received = []
     for own, other, _, local in gradients:
-        if ranks[own] == ranks[other]:
-            twins = [x for a, b, _, x in gradients if (a, b) == (other, own)]
-            received.append(twins[0].clone())
+        if ranks[own] == ranks[other]:  # a V schedule: the first and the last stage are here
+            counterparts = [x for a, b, _, x in gradients if (a, b) == (other, own)]
+            received.append(counterparts[0].clone())
             continue
         sent, buffer = local.contiguous(), torch.empty_like(local).contiguous()
         operations = [
@@ -77,8 +69,8 @@ def _exchange_tied(
         for work in dist.batch_isend_irecv(operations):
             work.wait()
         received.append(buffer)
-    for (own, other, p, local), twin in zip(gradients, received, strict=True):
-        local.copy_(local + twin if own < other else twin + local)
+    for (own, other, p, local), remote in zip(gradients, received, strict=True):
+        local.copy_(local + remote if own < other else remote + local)
         if p.grad is None:
             p.grad = torch.zeros_like(p)
             get_local(p.grad).copy_(local)

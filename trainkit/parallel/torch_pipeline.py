@@ -1,11 +1,11 @@
-"""torch's pipeline stages and schedules, made to run our calls and reduce our gradients.
+"""torch's pipeline stages and schedules, with trainkit's forward passes and gradient reduction.
 
-Imported when a pipeline is first bound: torch.distributed.pipelining takes a second to import.
+Imported when a pipeline first runs: torch.distributed.pipelining takes a second to import.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,18 +19,17 @@ from trainkit.parallel.stage_ranks import StagePlace
 from trainkit.types import Axis
 
 Run = Callable[[nn.Module, int, tuple[Tensor, ...]], Any]
-"""From a stage, the number of a microbatch and what it received, if it did, to what it passes on.
-"""
+"""`run(stage, index, received) -> output`: the forward pass of a stage on a microbatch."""
 
 
 class Stage(PipelineStage):
-    """torch's stage, except for what goes into the module and how gradients are reduced.
+    """torch's stage with other inputs of the module, and another reduction of gradients.
 
-    The module is hidden in a ModuleList, so that torch does not take charge of its FSDP units: it
-    reduces at the end of a step alone, and only where the outermost module is one. What is
-    overridden has the same signature in torch 2.11 to 2.15. Where torch would split a backward pass
-    wrongly (`splits_rightly`), the whole pass runs where the gradient of the input is due: the
-    numbers are right, but gradients of weights fill no bubble.
+    The module is hidden in a ModuleList, so that torch does not handle its FSDP units: it would
+    reduce only at the end of a step, and only if the outermost module is one. The overridden
+    methods have the same signatures in torch 2.11 to 2.15. If torch would split a backward pass
+    wrongly (`splits_rightly`), the complete pass runs when the gradient of the input is due: the
+    results are right, but gradients of weights fill no bubble.
     """
 
     def __init__(
@@ -62,39 +61,38 @@ class Stage(PipelineStage):
         self.splits_rightly = not splits_backward or splits_rightly()
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Remember which microbatch it is, whose other entries this stage looks up."""
+        """Record the index of the microbatch, whose other inputs this stage looks up."""
         self.microbatch = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def forward_maybe_with_nosync(self, *args: Any, **_: Any) -> Any:
-        """Run the stage on what it has received."""
+        """Run the stage on the tensors that it has received."""
         return self.run(self.module, self.microbatch, args)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
         """Run one backward pass with FSDP's reduction on or off."""
-        # Weights may get their gradients after FSDP's hooks have run: then these do nothing.
-        last, splits = last_backward and not self.splits_backward, self.splits_backward
+        # A split pass computes gradients of weights after FSDP's hooks have run, so that these
+        # reduce nothing; `perform_reduce_grad` does at the end of the step.
+        last = last_backward and not self.splits_backward
         for _, module in self.reducers.fsdp:
             module.set_is_last_backward(last)
-            if not reshards_after_forward(module):  # the other microbatches' graphs rely on it
+            if not reshards_after_forward(module):  # the other microbatches' graphs need it
                 module.set_reshard_after_backward(last, recurse=False)
-        with self.reduction(self.module).microbatch(last=last, holds=splits):
-            if splits and not self.splits_rightly and backward_type != "full":
-                return self._backward_at_once(backward_type, bwd_kwargs)
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-
-    def _backward_at_once(self, backward_type: str, bwd_kwargs: Mapping[str, Any]) -> Any:
-        if backward_type == "weight":
-            return (), None
-        output = bwd_kwargs["stage_output"]
-        if bwd_kwargs["output_grads"] is None:
-            (output,) = output  # a loss, which stands alone in a whole pass
-        return super().backward_maybe_with_nosync("full", {**bwd_kwargs, "stage_output": output})
+        with self.reduction(self.module).microbatch(last=last, holds=self.splits_backward):
+            if self.splits_rightly or backward_type == "full":
+                return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            if backward_type == "weight":
+                return (), None  # computed with the gradient of the input
+            output = bwd_kwargs["stage_output"]
+            if bwd_kwargs["output_grads"] is None:
+                (output,) = output  # a full pass takes a loss, not a tuple of one
+            bwd_kwargs = {**bwd_kwargs, "stage_output": output}
+            return super().backward_maybe_with_nosync("full", bwd_kwargs)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Reduce what no backward pass has reduced; nothing is scaled."""
+        """Reduce the gradients that no backward pass has reduced; nothing is scaled."""
         assert grad_scale_factor == 1
         for _, module in self.reducers.fsdp:
             module.set_is_last_backward(True)
@@ -119,10 +117,10 @@ class _SumAndDifference(torch.autograd.Function):
 
 @torch.enable_grad()
 def splits_rightly() -> bool:
-    """Say whether torch's split backward pass gives a whole one's gradient: from 2.13 on it does.
+    """Return whether torch's split backward pass gives the right gradients: from 2.13 on it does.
 
-    2.11 mixes up the outputs of a node that has several, and both it and 2.12 count a weight twice
-    that is used at two places, one after the other.
+    2.11 mixes up the outputs of a node that has several. 2.11 and 2.12 count a weight twice that is
+    used in two places, one after the other.
     """
     from torch.distributed.pipelining import _backward  # noqa: PLC0415 (no public way)
 
@@ -142,15 +140,15 @@ def make_schedule(kind: Kind, stages: Sequence[Stage], microbatches: int) -> Any
     """Return torch's schedule; the last stage's output is the loss already.
 
     Raises:
-        ValueError: torch cannot run so many microbatches.
+        ValueError: torch cannot run this number of microbatches.
     """
+
+    def get_loss(output: Tensor, _: Tensor) -> Tensor:
+        return output  # the last stage has computed it
+
     schedule = getattr(pipelining.schedules, kind.torch_name)
-    what = stages[0] if kind.placement == "one" else list(stages)
-    return schedule(what, microbatches, loss_fn=_first, scale_grads=False)
-
-
-def _first(output: Tensor, _: Tensor) -> Tensor:
-    return output
+    stage_or_stages = stages[0] if kind.placement == "one" else list(stages)
+    return schedule(stage_or_stages, microbatches, loss_fn=get_loss, scale_grads=False)
 
 
 def run_schedule(schedule: Any, microbatches: int, *, splits_backward: bool) -> None:
@@ -159,15 +157,10 @@ def run_schedule(schedule: Any, microbatches: int, *, splits_backward: bool) -> 
     Effects:
         Those of the stages.
     """
-    # torch tells the passes apart by index; targets are only there because it asks for some.
-    target = torch.arange(microbatches)
-    with _donating_nothing(splits_backward):
-        schedule.step(target=target, return_outputs=False)
+    from torch._functorch import config  # noqa: PLC0415 (for compiled blocks only)
 
-
-def _donating_nothing(splits_backward: bool) -> Any:
-    """Keep compiled backward passes from reusing buffers that a second pass will read."""
-    from torch._functorch import config  # noqa: PLC0415 (for compiled blocks alone)
-
-    options: Mapping[str, Any] = {"donated_buffer": False} if splits_backward else {}
-    return config.patch(dict(options))
+    # A compiled backward pass must not reuse buffers that the second half of a split one reads.
+    options: dict[str, Any] = {"donated_buffer": False} if splits_backward else {}
+    with config.patch(options):
+        # torch requires targets, one per microbatch; they are not used.
+        schedule.step(target=torch.arange(microbatches), return_outputs=False)

@@ -1,4 +1,4 @@
-"""Transforms: what becomes of a module, and which axes that takes care of; a plan is a list."""
+"""Transforms of a module, each for some axes of a layout; a plan is a list of them."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ ORDER = (
     *("quantized", "rounded", "adapter", "tensor", "attention", "sequence", "expert", "ddp"),
     *("precision", "recompute", "offload", "compiled", "fsdp"),
 )
-"""The order in which kinds of transforms must stand in a plan: each sees the module as the earlier
-ones left it. What cuts a matrix cuts its adapter with it.
+"""The order of the kinds of transforms in a plan: each changes the module that the earlier ones
+made. Adapters come before the transforms that shard their matrices.
 """
 
 OF_THE_WHOLE = ("quantized", "rounded", "adapter")
-"""The kinds that see the whole model, before it is cut into pipeline stages."""
+"""The kinds that apply to the whole model, before it is split into pipeline stages."""
 
 _AXES = [name for name in Layout().degrees if name != "pp"]
 
 
 @attrs.frozen(eq=False)
 class Transform:
-    """A `ModelTransform` that states its kind, for the order, and the axes it takes care of.
+    """A `ModelTransform` with its kind, for the order of a plan, and the axes that it handles.
 
-    `device` is where it wants parameters to be made, if not on the rank's device. What modules
-    share stays shared, or the transform is refused: a weight made two of would train apart.
+    `device` is the device on which it needs parameters to be made, if not the rank's. Tied tensors
+    must stay tied: two copies of a weight would diverge in training.
     """
 
     apply: ModelTransform
@@ -49,37 +49,37 @@ class Transform:
                 want="a ParallelState",
             )
         ties = find_ties(module)
-        made = self.apply(module, cast("ParallelState", ps))
-        _check_ties(made, ties, self.kind)
-        return made
+        transformed = self.apply(module, cast("ParallelState", ps))
+        _check_ties(transformed, ties, self.kind)
+        return transformed
 
 
 def _check_ties(module: nn.Module, ties: Sequence[tuple[str, ...]], kind: str) -> None:
-    """Refuse what a transform has made of a module if a tie has lost one of its names."""
+    """Raise ConfigError if a transform has untied one of the names of a tensor."""
     now = [set(names) for names in find_ties(module)]
     for names in ties:
+        # Parameters may have been renamed: one old name in a tie of as many names is enough.
         if any(len(names) <= len(tie) and tie & {*names} for tie in now):
             continue
-        listed = " and ".join(map(repr, names))
         raise ConfigError(
-            f"{kind}: {listed} are one tensor, which modules share; it would come apart "
-            "and no longer be trained as one. Let one block hold all that share it (see `blocks`), "
-            "or none of them",
+            f"{kind}: {' and '.join(map(repr, names))} are one tensor, which modules share; it "
+            "would come apart and no longer be trained as one. Let one block hold all that share "
+            "it (see `blocks`), or none of them",
             where=names[0],
             got=names,
         )
 
 
 def check_plan(plan: Sequence[ModelTransform], ps: ParallelState) -> None:
-    """Refuse a plan in a wrong order, or one that leaves an axis of size above 1 to nobody.
+    """Raise ConfigError for a plan in a wrong order, or without a transform for an axis.
 
     Args:
-        plan: Transforms; a plain function has no kind and may stand anywhere, but takes care of no
+        plan: Transforms. A plain function has no kind: it may have any position, and handles no
             axis.
-        ps: The layout; of its axes `build_stages` itself takes care of pp.
+        ps: The layout; `build_stages` itself handles pp.
 
     Raises:
-        ConfigError: Names the two transforms, or the axis.
+        ConfigError: It names the two transforms, or the axis.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
@@ -110,7 +110,7 @@ def check_plan(plan: Sequence[ModelTransform], ps: ParallelState) -> None:
                 got=count,
                 want=f"a Transform with {name!r} in its axes, or {name} = 1",
             )
-    if ps.fsdp.count > 1 and "dp_shard" not in covered:  # only by fold_sp: dp_shard itself is 1
+    if ps.fsdp.count > 1 and "dp_shard" not in covered:  # dp_shard is 1: fold_sp adds the ranks
         raise ConfigError(
             f"build_stages: fold_sp leaves the gradients of {ps.fsdp.count} sequence-parallel "
             f"ranks to fsdp(), which is not in the plan ({', '.join(kinds) or 'empty'}); add "

@@ -614,15 +614,12 @@ def _convert_values(
                 is_fraction = name == "recompute" and isinstance(value, float)  # 0.4, not "0.4"
                 values[name] = convert(str(value) if is_fraction else value, types[name])
             except Exception:  # noqa: BLE001 -- cattrs raises groups and bare Exceptions
-                problems.append(
-                    f"{name} must be {_format_type(types[name])}, got {_short.repr(value)}"
-                )
+                wanted = types[name]
+                is_class = isinstance(wanted, type) and get_origin(wanted) is None
+                # Without the modules: tuple[Path, ...], not tuple[pathlib.Path, ...].
+                shown = re.sub(r"\b[a-z_.]+\.", "", wanted.__name__ if is_class else str(wanted))
+                problems.append(f"{name} must be {shown}, got {_short.repr(value)}")
     return values, problems
-
-
-def _format_type(wanted: Any) -> str:
-    is_class = isinstance(wanted, type) and get_origin(wanted) is None
-    return re.sub(r"\b[a-z_.]+\.", "", wanted.__name__ if is_class else str(wanted))
 
 
 def _make_converter() -> Callable[[Any, Any], Any]:

@@ -188,16 +188,12 @@ def _format_report(fields: dict[str, Any], *extra: str) -> str:
     if fields["hint"]:
         lines.append(f"hint: {fields['hint']}")
     lines += extra
-    if not _is_terminal(sys.stderr):  # people at a terminal need not read it twice
+    is_terminal = False
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or no stream at all
+        is_terminal = sys.stderr.isatty()
+    if not is_terminal:  # people at a terminal need not read it twice
         lines.append(f"TRAINKIT_ERROR {orjson.dumps(fields, default=str).decode()}")
     return "\n".join(lines)
-
-
-def _is_terminal(stream: Any) -> bool:
-    try:
-        return stream.isatty()
-    except (OSError, ValueError, AttributeError):  # closed, or none at all
-        return False
 
 
 def _has_no_reader(stream: Any) -> bool:
@@ -383,17 +379,21 @@ def _collect_fields(error: BaseException, run_dir: str | Path | None) -> dict[st
     if is_out_of_memory(error):
         got = got or parse_requested_memory(error)
         default_hint = _MEMORY_HINT
+    where = getattr(error, "where", None) or getattr(error, "filename", None)
+    if where is None and error.__traceback__ is not None:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{frame.filename}:{frame.lineno}"
     fields = {
         "code": code,
         "what": _format_what(error),
-        "where": _find_where(error),
+        "where": None if where is None else str(where),
         "rank": _read_rank(),
         "step": None if run_dir is None else read_last_step(Path(run_dir) / "metrics.jsonl"),
         "got": got,
         "want": getattr(error, "want", None),
         "hint": _find_limit_hint(error) or getattr(error, "hint", None) or default_hint,
     }
-    # The line must be valid JSON whatever the error contains; a tensor or a set has a repr.
+    # The last line must be valid JSON whatever the error contains; a tensor or a set has a repr.
     plain = (str, int, float, bool, type(None))
     shown = {k: v if isinstance(v, plain) else repr(v) for k, v in fields.items()}
     return {k: v[:_MAX_FIELD] if isinstance(v, str) else v for k, v in shown.items()}
@@ -409,14 +409,6 @@ def _format_what(error: BaseException) -> str:
     # The traceback has all of it; nobody reads a line of 50 kB, such as a compiler's output.
     text = text if len(text) <= _MAX_FOREIGN else f"{text[:_MAX_FOREIGN]} ..."
     return f"{type(error).__name__}: {text}"
-
-
-def _find_where(error: BaseException) -> str | None:
-    where = getattr(error, "where", None) or getattr(error, "filename", None)
-    if where is not None:
-        return str(where)
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
 
 
 def _read_rank() -> int:

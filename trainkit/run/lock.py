@@ -141,11 +141,13 @@ def _lock_file(path: Path, token: str, log: Log, patience: float) -> Iterator[Bi
             log(f"{path}: taken over; {dead}, has ended without releasing it")
         file.seek(0)
         file.truncate()
-        text = orjson.dumps(
-            attrs.asdict(_describe_this_process()) | {"token": token},
-            option=orjson.OPT_APPEND_NEWLINE,
+        holder = Holder(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            job=os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID"),
+            since=datetime.now(UTC).isoformat(timespec="seconds"),
         )
-        file.write(text)
+        file.write(orjson.dumps(attrs.asdict(holder) | {"token": token}) + b"\n")
         file.flush()
         opened.pop_all()
     with file:
@@ -173,7 +175,16 @@ def _open_locked(path: Path, patience: float) -> BinaryIO:
         # A forked child shares the lock, and may outlive its parent for some seconds.
         may_end_soon = holder is None or _has_ended(holder)
         if not may_end_soon or is_late:
-            raise _make_lock_error(path, holder)
+            has_ended = holder is not None and _has_ended(holder)
+            child = "; it has ended, but a child process still has the lock" if has_ended else ""
+            raise ConfigError(
+                f"lock_run: {path.parent} is in use by {holder or 'another run'}{child}",
+                where=str(path),
+                got=None if holder is None else str(holder),
+                want="a directory that no other run writes to",
+                hint="wait for that run to end, or name another directory with --out; if it is "
+                f"certain that no run is there, remove {path}",
+            )
         time.sleep(0.1)
 
 
@@ -197,19 +208,6 @@ def _is_same_file(file: BinaryIO, path: Path) -> bool:
     return False
 
 
-def _make_lock_error(path: Path, holder: Holder | None) -> ConfigError:
-    has_ended = holder is not None and _has_ended(holder)
-    child = "; it has ended, but a child process still has the lock" if has_ended else ""
-    return ConfigError(
-        f"lock_run: {path.parent} is in use by {holder or 'another run'}{child}",
-        where=str(path),
-        got=None if holder is None else str(holder),
-        want="a directory that no other run writes to",
-        hint="wait for that run to end, or name another directory with --out; if it is certain "
-        f"that no run is there, remove {path}",
-    )
-
-
 def _read_holder(file: BinaryIO) -> Holder | None:
     """Return the owner that is written in the file, if this module has written it."""
     file.seek(0)
@@ -224,12 +222,3 @@ def _has_ended(holder: Holder) -> bool:
     """Return whether the owner has certainly ended; False for a process of another host."""
     member = Member(0, holder.host, holder.host, holder.pid, started="")
     return is_gone(member, here=socket.gethostname())
-
-
-def _describe_this_process() -> Holder:
-    return Holder(
-        socket.gethostname(),
-        os.getpid(),
-        os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID"),
-        datetime.now(UTC).isoformat(timespec="seconds"),
-    )

@@ -1,8 +1,8 @@
-"""What runs around a training process, and around its steps: two records of functions.
+"""What runs around a training process, and around its steps.
 
 `open_run` yields a `Run`; `run.loop` yields a `Loop`. Neither has a step, and no function of the
-library takes one of them: each field combines a few calls, which its description names, and a
-script of another shape makes these calls itself.
+library takes one of them. Each method combines a few functions that its docstring names; a script
+that needs another order calls those.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from trainkit import health
@@ -26,8 +27,16 @@ from trainkit.collectives import all_gather_objects, run_on_all_ranks
 from trainkit.data.concat import fingerprint
 from trainkit.data.packed import make_data_facts
 from trainkit.files import atomic_write, format_toml, say_on_stderr
-from trainkit.mesh import describe_launch, parallel_session
-from trainkit.metrics import make_step_records, read_memory_stats
+from trainkit.mesh import parallel_session
+from trainkit.mesh.launch import describe_launch
+from trainkit.metrics import (
+    decoder_flops,
+    make_step_records,
+    model_flops_utilization,
+    peak_flops,
+    read_memory_stats,
+)
+from trainkit.models.config import DecoderConfig
 from trainkit.optim.combine import use_averaged_parameters
 from trainkit.parallel.describe_run import describe_run
 from trainkit.parallel.parameters import modules_of
@@ -54,7 +63,6 @@ from trainkit.types import (
     Bins,
     ForwardBackward,
     Layout,
-    Log,
     Numerics,
     NumericsError,
     ParallelState,
@@ -77,7 +85,6 @@ from trainkit.weights.checkpoint.write import SaveProgress
 from trainkit.weights.hub.folder import is_hf_folder, open_folder
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from trainkit.data.packed import PackedCorpus
@@ -87,92 +94,11 @@ _SOFTWARE = "software"  # a fact that may change, as people edit their recipes; 
 _NAMES_ONLY = ("files", "context", "base_from")
 _LOG_EVERY = 10  # steps between two reads of the metrics, where the host waits for a device
 
+
 Evaluate = Callable[[], Mapping[str, float]]
 """`Evaluate() -> {name: value}`: one evaluation, with a `loss` and the number of its `tokens`,
 `pairs` or `answers`. A `score`, lower is better, ranks checkpoints in place of the loss.
 """
-
-
-@attrs.frozen(eq=False)
-class Loop:
-    """What runs around the steps of a run, from `run.loop`."""
-
-    record: Callable[[TrainState, Mapping[str, Tensor | float], StepBatch], TrainState]
-    """`state = record(state, metrics, batch)`: waits for the metrics of the step
-    (`make_step_record`), writes them with the first rank's memory (`open_run_sinks`,
-    `read_memory_stats`), and skips, rolls back or ends as the policy says (`make_guard`): it may
-    return an earlier state. With `LoggingOptions.log_every` above 1 it does so for that many steps
-    at once, after the first step, and before anything else happens between two steps; other steps
-    do not wait for the device. After the first step an event "memory" has the peak of every
-    rank."""
-
-    evaluate: Callable[[TrainState, Evaluate], TrainState]
-    """`state = evaluate(state, evaluator)`: announces an evaluation to the watch, runs it (on
-    averaged parameters where there are some, `optim.use_averaged_parameters`), sends the results to
-    every sink as eval/NAME, and ends a run that has diverged (`stop_if_diverged`). The `score`, or
-    else the loss, becomes the score of this step's checkpoint."""
-
-    checkpoint: Callable[[TrainState], str | None]
-    """`stop_reason = checkpoint(state)`: lets the ranks vote on whether to stop (`open_stop_vote`),
-    saves when a save is due, the run stops, or the step's evaluation is among the
-    `CheckpointOptions.keep_best` best (`open_saver`), collects garbage (`collect_manually`), and
-    returns why the run stops, or None."""
-
-    is_due: Callable[..., bool]
-    """`is_due(state, every, since=0)`: whether to do now what is done every so many steps, counted
-    from step `since` on (never, if `every` is 0), and after the last step."""
-
-    event: Callable[..., None]
-    """`event(name, step=..., facts={...})` adds a line with these facts to events.jsonl."""
-
-    result: Callable[[str], None]
-    """`result("eval/loss")` adds a line with the first and the last value of an evaluation
-    (`sinks.compare_evaluations`)."""
-
-
-@attrs.frozen(eq=False)
-class Run:
-    """What runs around a training process, from `open_run`."""
-
-    dir: Path
-    """The run directory."""
-
-    ps: ParallelState
-    """The layout, as this rank sees it."""
-
-    log: Log
-    """Prints a message on the first rank (`make_logger`)."""
-
-    describe: Callable[..., None]
-    """`describe(stages, rows.bins, rows_per_step=..., precision=...)` logs what is trained, where,
-    and on how much data (`parallel.describe_run`)."""
-
-    phase: Announce
-    """`phase(name, allow=seconds)`: what comes next, and how long it may take (`watch_ranks`)."""
-
-    stopping: StopReason
-    """Why the run has to stop, or None; all ranks get it after the same step (`open_stop_vote`)."""
-
-    resume: Callable[..., TrainState]
-    """`state = resume(stages, optimizer, request="auto", config=..., model=..., tokenizer=...,
-    rows=..., corpora=..., first=..., context=..., template=..., facts={...})`: checks that the disk
-    has room for two checkpoints (`checkpoint.check_disk_space`), resumes from the last one or
-    starts from scratch (`checkpoint.resume`), logs which, and writes config.toml. A run resumes
-    only with the facts that it began with: all that is given here, see `gather_facts`. Checkpoints
-    also store the versions and hashes of the code (`make_code_facts`): other code resumes too, and
-    a message says so."""
-
-    loop: Callable[..., AbstractContextManager[Loop]]
-    """`with loop(state, stages, optimizer, steps=..., replay=forward_backward, checkpoints=...,
-    logging=..., policy=...) as loop:` opens the sinks (`open_run_sinks`), the saves and the guard
-    against bad numbers (`open_guarded_saver`), and collects garbage only between steps
-    (`collect_manually`). Leaving it waits for the last save."""
-
-    finish: Callable[..., int]
-    """`return finish(state, stages, optimizer, stop=stop)`: writes final.json
-    (`write_final`), plots the loss, and the load of experts if there are any, logs how
-    the time was spent, and returns the exit code 0. If there is a reason to stop it does none of
-    this and returns `EXIT_SAVED`: the same command resumes the run."""
 
 
 @contextlib.contextmanager
@@ -239,30 +165,618 @@ def open_run(
     ):
         run_on_all_ranks(lambda: str(make_run_dir(folder)), ps.world)
         with (
-            lock_run(folder, ps.world) as hold,
+            lock_run(folder, ps.world) as renew_lock,
             report_errors(folder),
             watch_ranks(
                 folder,
                 ps.world,
-                asked=stop_reason,
+                stop_reason=stop_reason,
                 allow=timeouts.start_timeout,
                 grace=timeouts.grace,
-                hold=hold,
-                written=lambda: progress.parts,
+                renew_lock=renew_lock,
+                count_written=lambda: progress.parts,
             ) as phase,
             open_stop_vote(stop_reason, ps.world) as stopping,
         ):
-            functions = _RunFunctions(
+            # Read once: a recipe may be edited while it runs.
+            software = make_code_facts()
+            given = {f"config.{key}": x for key, x in (config or {}).items() if key != "out"}
+            check_ranks_agree(ps.world, given | dict(software))
+            run = Run(
                 dir=folder,
                 ps=ps,
                 phase=phase,
                 stopping=stopping,
                 timeouts=timeouts,
                 config=config,
+                logger=make_logger(ps.world.share),
+                software=software,
                 progress=progress,
             )
-            functions.check_start(numerics)
-            yield functions.make_run()
+            for note in describe_launch(os.environ):
+                run.log(note)
+            if numerics is not None:
+                run.log(str(numerics))
+            yield run
+
+
+@attrs.define(eq=False, kw_only=True)
+class Run:
+    """What runs around a training process, from `open_run`."""
+
+    dir: Path
+    """The run directory."""
+
+    ps: ParallelState
+    """The layout, as this rank sees it."""
+
+    phase: Announce
+    """`phase(name, allow=seconds)`: what comes next, and how long it may take (`watch_ranks`)."""
+
+    stopping: StopReason
+    """Why the run has to stop, or None; all ranks get it after the same step (`open_stop_vote`)."""
+
+    timeouts: Timeouts
+    """How long ranks may wait."""
+
+    config: Mapping[str, Any] | None
+    """The resolved configuration: plain values by name."""
+
+    logger: Logger
+    """Prints on the first rank, and warnings on all (`make_logger`)."""
+
+    software: Mapping[str, str]
+    """Versions and hashes of the code at the start (`make_code_facts`)."""
+
+    progress: SaveProgress
+    """How many parts of checkpoints this rank has written, for the watch."""
+
+    facts: Facts | None = None
+    """What checkpoints store, and what a resumed run has to agree with; `resume` sets it."""
+
+    resume_messages: list[str] = attrs.field(factory=list)
+    """What `resume` logged."""
+
+    flops_per_token: float | None = None
+    """The mean over the rows, for the metric `mfu`; `resume` sets it if it knows model and rows."""
+
+    def log(self, message: str) -> None:
+        """Print a message on the first rank."""
+        self.logger.info(message)
+
+    def describe(
+        self,
+        stages: Stages | nn.Module,
+        rows: Bins,
+        *,
+        rows_per_step: int,
+        precision: Precision,
+    ) -> None:
+        """Log what is trained, where, and on how much data (`parallel.describe_run`).
+
+        Effects:
+            Communicates: all ranks of the pipeline must call it.
+        """
+        self.log(describe_run(stages, rows, rows_per_step=rows_per_step, precision=precision))
+
+    def resume(
+        self,
+        stages: Iterable[nn.Module] | nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        request: str | Path = "auto",
+        config: Any = None,
+        model: Any = None,
+        tokenizer: Any = None,
+        rows: PackedCorpus | None = None,
+        corpora: Mapping[str, Any] | None = None,
+        first: InitialWeights | None = None,
+        context: int | None = None,
+        template: str | None = None,
+        facts: Facts | None = None,
+        rules: checkpoint.ResumeRules | None = None,
+    ) -> TrainState:
+        """Resume from the last checkpoint, or start from scratch, and return the counters.
+
+        It checks that the disk has room for two checkpoints (`checkpoint.check_disk_space`),
+        resumes (`checkpoint.resume`), logs from what, and writes config.toml.
+
+        A run resumes only with the facts that it started with: all that is given here, see
+        `gather_facts`. Checkpoints also store the versions and hashes of the code
+        (`make_code_facts`): other code resumes too, and a message says so.
+
+        Args:
+            stages: This rank's stages.
+            optimizer: The optimizer of their parameters.
+            request: "auto", "never", or a checkpoint; see `checkpoint.resume`.
+            config: See `gather_facts`.
+            model: See `gather_facts`.
+            tokenizer: See `gather_facts`.
+            rows: See `gather_facts`.
+            corpora: See `gather_facts`.
+            first: See `gather_facts`.
+            context: See `gather_facts`.
+            template: See `gather_facts`.
+            facts: See `gather_facts`.
+            rules: Which facts may change; by default those of the fields of `config`.
+
+        Effects:
+            Writes parameters, optimizer state and the run directory; communicates on all axes.
+        """
+        stages = modules_of(stages)
+        gathered = gather_facts(
+            config=config,
+            model=model,
+            tokenizer=tokenizer,
+            rows=rows,
+            corpora=corpora,
+            first=first,
+            context=context,
+            template=template,
+            facts=facts,
+        )
+        of_start: dict[str, Any] = {_SOFTWARE: self.software}
+        if first is not None:
+            of_start |= hash_initial_weights(first, stages, self.ps)
+        self.facts = (
+            (lambda batches: {**gathered(batches), **of_start})
+            if callable(gathered)
+            else {**gathered, **of_start}
+        )
+        if rules is None and config is not None:
+            rules = make_resume_rules(config, allow=_NAMES_ONLY)
+        rules = rules or checkpoint.ResumeRules()
+        checkpoint.check_disk_space(self.dir, stages, axis=self.ps.world, log=self.log)
+        state = checkpoint.resume(
+            self.dir,
+            TrainState(),
+            stages,
+            optimizer,
+            self.ps,
+            request=request,
+            facts=self.facts,
+            rules=attrs.evolve(rules, allow=(*rules.allow, _SOFTWARE)),
+            log=self.resume_messages.append,
+        )
+        self.log("\n".join(self.resume_messages) or "starting from scratch")
+        if self.ps.world.index == 0 and self.config is not None:
+            with atomic_write(self.dir / "config.toml", by="open_run") as file:
+                file.write(format_toml(self.config).encode())
+        # With frozen parameters the backward pass costs less than the formula says.
+        is_trained = all(p.requires_grad for stage in stages for p in stage.parameters())
+        if rows is not None and isinstance(model, DecoderConfig) and is_trained:
+            lengths = rows.bins.lengths
+            self.flops_per_token = decoder_flops(model, lengths) / max(int(lengths.sum()), 1)
+        return state
+
+    def loop(
+        self,
+        state: TrainState,
+        stages: Iterable[nn.Module] | nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        steps: int,
+        replay: ForwardBackward,
+        checkpoints: checkpoint.CheckpointOptions | None = None,
+        logging: LoggingOptions | None = None,
+        policy: health.Policy | None = None,
+    ) -> AbstractContextManager[Loop]:
+        """Open what runs around the steps: `with run.loop(...) as loop`.
+
+        It opens the sinks (`open_run_sinks`), the saves and the guard against bad numbers
+        (`open_guarded_saver`), and collects garbage only between steps (`collect_manually`).
+        Leaving the block waits for the last save.
+
+        Args:
+            state: The counters that `resume` returned.
+            stages: This rank's stages.
+            optimizer: The optimizer of their parameters.
+            steps: The step after which training stops.
+            replay: The `forward_backward` of the run, which computes the gradients of a bad step
+                again; see `make_guard`.
+            checkpoints: When to save, and what to keep.
+            logging: How often metrics are read, and where they go.
+            policy: What to do about bad numbers.
+
+        Effects:
+            Writes to the run directory. The guard may restore parameters and optimizer state.
+        """
+        logging = logging or LoggingOptions()
+        device = self.ps.device
+        default_interval = 1 if device.type == "cpu" else _LOG_EVERY
+        peak = logging.peak_flops
+        if peak is None and device.type == "cuda":
+            peak = peak_flops(torch.cuda.get_device_name(device))
+        if state.step >= steps:
+            self.log(
+                f"the run in {self.dir} is complete at step {state.step}; --steps takes it further"
+            )
+        return Loop(
+            run=self,
+            stages=modules_of(stages),
+            optimizer=optimizer,
+            steps=steps,
+            checkpoints=checkpoints or checkpoint.CheckpointOptions(),
+            log_every=logging.log_every or default_interval,
+            policy=policy or health.Policy(),
+            flops_per_token=self.flops_per_token,
+            peak_flops=peak,
+            current=state,
+            first_step=state.step,
+        ).open(replay, logging.sinks)
+
+    def finish(
+        self,
+        state: TrainState,
+        stages: Iterable[nn.Module] | nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        stop: str | None = None,
+    ) -> int:
+        """Finish a run, and return the exit code: 0, or `EXIT_SAVED` if there is a reason to stop.
+
+        Without a reason it writes final.json (`write_final`), plots the loss, and the
+        load of experts if there are any, and logs how the time was spent. With one it does nothing:
+        the same command resumes the run.
+
+        Args:
+            state: The counters at the end.
+            stages: This rank's stages.
+            optimizer: The optimizer of their parameters.
+            stop: What `loop.checkpoint` returned last.
+
+        Effects:
+            Writes to the run directory; communicates on all axes.
+        """
+        if stop:
+            return EXIT_SAVED
+        self.phase("the end", allow=self.timeouts.start_timeout)
+        write_final(self.dir, state, modules_of(stages), optimizer, self.ps)
+        if self.ps.world.index == 0:
+            metrics = self.dir / "metrics.jsonl"
+            picture = self.dir / "loss.png"
+            plot_loss(metrics, picture)
+            if any("load" in line for line in read_jsonl(metrics)):
+                plot_expert_load(metrics, self.dir / "load.png")
+            self.log(f"the run is in {self.dir}; its loss is plotted in {picture}")
+            self.log(summarize_run(self.dir))
+        return 0
+
+
+@attrs.define(eq=False, kw_only=True)
+class Loop:
+    """What runs around the steps of a run, from `run.loop`."""
+
+    _run: Run
+    _stages: Sequence[nn.Module]
+    _optimizer: torch.optim.Optimizer
+    _steps: int
+    _checkpoints: checkpoint.CheckpointOptions
+    _log_every: int
+    _policy: health.Policy
+    # For the metric `mfu`: the model's FLOPs per token, and FLOP/s of one device; None if unknown.
+    _flops_per_token: float | None
+    _peak_flops: float | None
+    # The state of the stages and the optimizer, as far as the loop knows it. It is consistent until
+    # the next optimizer step starts, which writes parameters and moments one by one and is followed
+    # by the counters: see `_find_unsaved`.
+    _current: TrainState | None
+    _first_step: int
+    # Set by `open`.
+    _write_metrics: Sink = attrs.field(init=False)
+    _write_event: Callable[..., None] = attrs.field(init=False)
+    _save: Save = attrs.field(init=False)
+    _guard: Guard = attrs.field(init=False)
+    _collect: Collect = attrs.field(init=False)
+    _step_start: float = attrs.field(factory=time.perf_counter)
+    # Steps whose metrics have not been read yet, and the batch of the last of them.
+    _pending: list[tuple[TrainState, Mapping[str, Tensor | float]]] = attrs.field(factory=list)
+    _batch: StepBatch | None = None
+    _has_recorded: bool = False
+    _score: tuple[int, float] | None = None  # of the last evaluation, with its step
+    _best_step: int | None = None  # the step of the last evaluation, if it is one of the best
+    _last_saved: int | None = None  # the step of the save that was started last
+    _stop_reason: str | None = None
+    _last_step: int = 0
+    _optimizer_steps: int = 0
+    _optimizer_steps_of_current: int = 0
+    _memory: dict[str, int] = attrs.field(factory=dict)  # of this rank, when measured last
+
+    @contextlib.contextmanager
+    def open(self, replay: ForwardBackward, sinks: Sequence[str]) -> Iterator[Loop]:
+        """Open the sinks, the saves and the guard for the steps of a block; `Run.loop` calls it.
+
+        Args:
+            replay: Computes the gradients of a bad step again; see `make_guard`.
+            sinks: The names of optional sinks; see `named_sinks`.
+
+        Effects:
+            Those of `open_run_sinks`, `open_guarded_saver` and `collect_manually`.
+        """
+        run = self._run
+
+        def count(*_: Any) -> None:
+            self._optimizer_steps += 1
+
+        with (
+            open_run_sinks(
+                run.dir,
+                run.ps.world.share,
+                step=self._first_step,
+                last=self._steps,
+                extra=named_sinks(sinks, run.dir, config=run.config),
+                logger=run.logger,
+            ) as (self._write_metrics, self._write_event),
+            checkpoint.open_guarded_saver(
+                run.dir,
+                self._stages,
+                self._optimizer,
+                run.ps,
+                policy=self._policy,
+                replay=replay,
+                event=self._write_event,
+                facts=run.facts,
+                config=run.config,
+                retention=self._checkpoints.retention,
+                background=self._checkpoints.background_saves,
+                grace=run.timeouts.grace or 25.0,
+                # No power cut then loses lines of steps that no restart repeats.
+                before_commit=partial(fsync_jsonl, run.dir),
+                log=run.log,
+                get_unsaved=self._find_unsaved,
+                progress=run.progress,
+            ) as (self._save, self._guard),
+            collect_manually() as self._collect,
+        ):
+            self._write_event(
+                "resume",
+                step=self._first_step,
+                messages=run.resume_messages,
+                software=run.software,
+            )
+            counting = self._optimizer.register_step_pre_hook(count)
+            try:
+                yield self
+            finally:
+                counting.remove()
+            if self._pending:
+                self._read_pending(self._pending[-1][0])
+            if self._stop_reason:
+                self._write_event("stop", step=self._last_step, why=self._stop_reason)
+        if self._stop_reason:
+            run.log(
+                f"stopped after step {self._last_step} ({self._stop_reason}); the same command "
+                "resumes from there"
+            )
+            run.log(summarize_run(run.dir))
+
+    def record(
+        self, state: TrainState, metrics: Mapping[str, Tensor | float], batch: StepBatch
+    ) -> TrainState:
+        """Write the metrics of a step, check them, and return the state to continue with.
+
+        It waits for the metrics (`make_step_records`), adds the first rank's memory and `mfu`
+        (`read_memory_stats`, `model_flops_utilization`), writes them (`open_run_sinks`), and skips,
+        rolls back or ends as the policy says (`make_guard`). So it may return an earlier state.
+        After the first step an event "memory" has the peak of every rank.
+
+        With `LoggingOptions.log_every` above 1 it does so for that many steps at once, after the
+        first step, and before anything else happens between two steps. Other steps do not wait for
+        the device.
+
+        Args:
+            state: The counters after the step.
+            metrics: The metrics of the step, as `metrics.advance` returns them.
+            batch: The batch of this rank, for the guard.
+        """
+        self._batch = batch
+        is_first = not self._has_recorded
+        if not (is_first or is_due(state.step, self._log_every) or self._is_save_due(state)):
+            # Copies, since the step may write into its tensors again before they are read.
+            copies = {
+                name: x.detach().clone() if isinstance(x, Tensor) else x
+                for name, x in metrics.items()
+            }
+            self._pending.append((state, copies))
+            return self._set_current(state)
+        run = self._run
+        if is_first:  # a save that cannot succeed is refused here, not many steps later
+            check_savable(state, self._stages, self._optimizer, run.ps)
+        self._pending.append((state, metrics))
+        # The time of the next steps starts here: these are queued on the device already.
+        run.phase(f"step {state.step + 1}", allow=self._log_every * run.timeouts.step_timeout)
+        self._has_recorded = True
+        state = self._read_pending(state)
+        if is_first:  # the peak of every rank: the lines of steps have the first rank's alone
+            peaks = all_gather_objects(self._memory["memory_peak"], run.ps.world)
+            self._write_event("memory", step=state.step, memory_peak=peaks)
+            if len(peaks) > 1:
+                peak = max(peaks)
+                run.log(
+                    f"memory: at most {peak / 2**30:.2f} GiB on a rank so far, on rank "
+                    f"{peaks.index(peak)}; metrics.jsonl has that of rank 0"
+                )
+        return state
+
+    def evaluate(self, state: TrainState, evaluator: Evaluate) -> TrainState:
+        """Evaluate, record the results, and return the state to continue with.
+
+        It announces an evaluation to the watch, runs it (on averaged parameters where there are
+        some, `optim.use_averaged_parameters`), sends the results to every sink as eval/NAME, and
+        ends a run that has diverged (`stop_if_diverged`). The `score`, or else the loss, becomes
+        the score of this step's checkpoint.
+
+        Args:
+            state: The counters of the last step.
+            evaluator: Returns the results by name; `make_evaluator` makes one.
+        """
+        checked = self._read_pending(state)
+        if checked.step < state.step:
+            return checked  # the state to evaluate was rolled back
+        state = checked
+        self._run.phase("evaluation", allow=self._run.timeouts.start_timeout)
+        with use_averaged_parameters(self._optimizer):
+            results = evaluator()
+        state = health.stop_if_diverged(state, results["loss"])
+        score = results.get("score", results["loss"])
+        if state.step > 0:  # the initial weights are no checkpoint of the run
+            is_best, memory = health.is_among_best(
+                score, state.health, most=self._checkpoints.keep_best
+            )
+            state = attrs.evolve(state, health=memory)
+            self._best_step = state.step if is_best else None
+        self._set_current(state)
+        self._write_event("evaluation", step=state.step, **results)
+        unit = next((x for x in ("pair", "answer") if f"{x}s" in results), "token")
+        nats = "nats " if unit == "token" else ""
+        self._run.log(
+            f"held out: {results['loss']:.4f} {nats}per {unit}, {results[f'{unit}s']} {unit}s"
+        )
+        self._score = state.step, score
+        self._step_start = time.perf_counter()
+        return state
+
+    def checkpoint(self, state: TrainState) -> str | None:
+        """Save if it is time, and return why the run has to stop, or None.
+
+        The ranks vote on whether to stop (`open_stop_vote`). A save is due every
+        `CheckpointOptions.save_every` steps, when the run stops, and when the step's evaluation is
+        among the `keep_best` best (`open_saver`). Then garbage is collected (`collect_manually`).
+        """
+        self._stop_reason = self._run.stopping()
+        is_saved = bool(
+            self._stop_reason or self._is_save_due(state) or self._best_step == state.step
+        )
+        if is_saved:
+            state = self._read_pending(state)
+            self._last_saved = state.step
+            self._save(state, self._get_score(state.step))
+        self._collect(idle=is_saved)
+        self._last_step = state.step
+        if not self._pending:
+            self._step_start = time.perf_counter()
+        return self._stop_reason
+
+    def is_due(self, state: TrainState, every: int, *, since: int = 0) -> bool:
+        """Return whether something is due that is done every so many steps, and after the last one.
+
+        Args:
+            state: The counters after a step.
+            every: The number of steps between two times; 0 for never.
+            since: The step from which they are counted.
+        """
+        return is_due(state.step - since, every, last=self._steps - since)
+
+    def event(
+        self, name: str, *, facts: Mapping[str, Any] | None = None, step: int | None = None
+    ) -> None:
+        """Add a line to events.jsonl with a name, the step if it is given, and these facts."""
+        values = dict(facts or {})
+        self._write_event(name, **(values if step is None else {"step": step} | values))
+
+    def result(self, metric: str) -> None:
+        """Add an event "result": the first and the last value of an evaluation, as "eval/loss".
+
+        See `sinks.compare_evaluations`.
+        """
+        self._write_event("result", **compare_evaluations(self._run.dir, metric))
+
+    def _is_save_due(self, state: TrainState) -> bool:
+        return is_due(state.step, self._checkpoints.save_every, last=self._steps)
+
+    def _get_score(self, step: int) -> float | None:
+        scored_step, score = self._score or (None, None)
+        return score if scored_step == step else None
+
+    def _set_current(self, state: TrainState) -> TrainState:
+        """Note that the stages and the optimizer have this state, and return it."""
+        self._current = state
+        self._optimizer_steps_of_current = self._optimizer_steps
+        return state
+
+    def _read_pending(self, state: TrainState, guard: Guard | None = None) -> TrainState:
+        """Write the metrics of the pending steps and check them, one by one.
+
+        A roll-back from one of them discards those after it, as if they had not been taken.
+        """
+        guard = guard or self._guard
+        steps = self._pending
+        self._pending = []
+        self._current = None  # a roll-back writes parameters
+        newest_health = steps[0][0].health if steps else state.health
+        records = make_step_records([metrics for _, metrics in steps], begin=self._step_start)
+        if steps:
+            device = self._run.ps.device
+            memory = read_memory_stats(device)
+            if device.type == "cpu":  # the peak of the whole process never falls
+                before = self._memory.get("memory_peak", 0)
+                memory["memory_peak"] = max(before, memory["memory_peak"])
+            self._memory = memory
+        for (at_step, _), record in zip(steps, records, strict=True):
+            if self._flops_per_token and self._peak_flops and "tokens_processed" in record:
+                record["mfu"] = model_flops_utilization(
+                    self._flops_per_token * record["tokens_processed"],
+                    record["seconds"],
+                    peak=self._peak_flops,
+                    devices=self._run.ps.world.count,
+                )
+            record.update(self._memory)
+            self._write_metrics(at_step.step, record)
+            checked = guard(
+                attrs.evolve(at_step, health=health.copy_loss_scale(at_step.health, newest_health)),
+                record,
+                self._batch if at_step is steps[-1][0] else None,
+                seen=at_step.health,
+            )
+            self._step_start = time.perf_counter()
+            if checked.step < at_step.step:
+                self._last_saved = checked.step
+                return self._set_current(checked)
+            newest_health = checked.health
+        scaled = health.copy_loss_scale(state.health, newest_health)
+        return self._set_current(attrs.evolve(state, health=scaled))
+
+    def _find_unsaved(self, error: BaseException) -> UnsavedState | None:
+        """Return the state to save when an error ends the run; None if it is saved or torn.
+
+        Nothing here communicates. After a `NumericsError` an earlier state is the right one.
+        """
+        state = self._current
+        if state is None or isinstance(error, NumericsError) or self._is_saved(state.step):
+            return None
+        after_peer_error = is_echo(error) or isinstance(error, PeerError)
+        if self._optimizer_steps != self._optimizer_steps_of_current:
+            if not after_peer_error:
+                print_warning(
+                    f"step {state.step} cannot be saved: the error came within step "
+                    f"{state.step + 1}, after its optimizer step had started"
+                )
+            return None
+        try:
+            state = self._read_pending(state, self._check_alone)
+        except NumericsError:  # all ranks decide together about what follows from it
+            return None
+        return UnsavedState(state, say_on_stderr, self._get_score(state.step), after_peer_error)
+
+    def _is_saved(self, step: int) -> bool:
+        newest = checkpoint.list_checkpoints(self._run.dir / "checkpoints")[:1]
+        was_started = step == self._last_saved and [parse_step(path) for path in newest] == [step]
+        return step == self._first_step or was_started
+
+    def _check_alone(
+        self,
+        state: TrainState,
+        record: Mapping[str, Any],
+        batch: StepBatch | None,
+        *,
+        seen: health.HealthState | None = None,
+    ) -> TrainState:
+        """Check a step as `make_guard` does, without communication."""
+        del batch
+        action, state = health.judge_step(state, record, self._policy, seen=seen)
+        if action.reason:
+            raise NumericsError(action.reason)
+        return state
 
 
 def gather_facts(
@@ -282,13 +796,13 @@ def gather_facts(
     Args:
         config: The record of the run's flags; which of them count, see `config.option`.
         model: The configuration of the model, an attrs record.
-        tokenizer: The tokenizer, of which a hash is kept.
-        rows: The rows that are trained on, of which the corpus and the packing are kept as hashes.
+        tokenizer: The tokenizer; checkpoints store its hash.
+        rows: The rows of the training data; checkpoints store hashes of corpus and packing.
         corpora: The corpora by name, if each is a part of a mixture under its name.
         first: Where the first weights are from, for the context.
         context: The longest text that the model is trained on; where a folder that the run begins
             with says that its model is for longer ones, that counts.
-        template: The name of the chat template, of which a hash is kept.
+        template: The name of the chat template; checkpoints store its hash.
         facts: Others by name, or a function that returns them from the number of global batches.
 
     Returns:
@@ -320,474 +834,3 @@ def gather_facts(
     if callable(facts):
         return lambda batches: {**known, **facts(batches)}
     return {**known, **(facts or {})}
-
-
-def _add_facts(facts: Facts, more: Mapping[str, Any]) -> Facts:
-    """Return the facts of a run and some that are the same in all of it."""
-
-    def facts_at(batches: int) -> Mapping[str, Any]:
-        return {**(facts(batches) if callable(facts) else facts), **more}
-
-    return facts_at
-
-
-@attrs.define(eq=False)
-class _RunFunctions:
-    """The functions of a `Run`, and what they share."""
-
-    dir: Path
-    ps: ParallelState
-    phase: Announce
-    stopping: StopReason
-    timeouts: Timeouts
-    config: Mapping[str, Any] | None
-    progress: SaveProgress
-    logger: Logger = attrs.field(init=False)
-    # Read once: a recipe may be edited while it runs.
-    software: Mapping[str, str] = attrs.field(init=False, factory=make_code_facts)
-    facts: Facts | None = None
-    resume_messages: list[str] = attrs.field(factory=list)
-
-    def __attrs_post_init__(self) -> None:
-        self.logger = make_logger(self.ps.world.share)
-
-    @property
-    def log(self) -> Log:
-        return self.logger.info
-
-    def make_run(self) -> Run:
-        return Run(
-            dir=self.dir,
-            ps=self.ps,
-            log=self.log,
-            describe=self.describe,
-            phase=self.phase,
-            stopping=self.stopping,
-            resume=self.resume,
-            loop=self.loop,
-            finish=self.finish,
-        )
-
-    def check_start(self, numerics: Numerics | None) -> None:
-        """Check that ranks agree on configuration and code, and log how the run was launched."""
-        config = {f"config.{key}": x for key, x in (self.config or {}).items() if key != "out"}
-        check_ranks_agree(self.ps.world, config | dict(self.software))
-        for note in describe_launch(os.environ):
-            self.log(note)
-        if numerics is not None:
-            self.log(str(numerics))
-
-    def describe(
-        self,
-        stages: Stages | nn.Module,
-        rows: Bins,
-        *,
-        rows_per_step: int,
-        precision: Precision,
-    ) -> None:
-        self.log(describe_run(stages, rows, rows_per_step=rows_per_step, precision=precision))
-
-    def resume(
-        self,
-        stages: Iterable[nn.Module] | nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        request: str | Path = "auto",
-        config: Any = None,
-        model: Any = None,
-        tokenizer: Any = None,
-        rows: PackedCorpus | None = None,
-        corpora: Mapping[str, Any] | None = None,
-        first: InitialWeights | None = None,
-        context: int | None = None,
-        template: str | None = None,
-        facts: Facts | None = None,
-        rules: checkpoint.ResumeRules | None = None,
-    ) -> TrainState:
-        stages = modules_of(stages)
-        gathered = gather_facts(
-            config=config,
-            model=model,
-            tokenizer=tokenizer,
-            rows=rows,
-            corpora=corpora,
-            first=first,
-            context=context,
-            template=template,
-            facts=facts,
-        )
-        of_start: dict[str, Any] = {_SOFTWARE: self.software}
-        if first is not None:
-            of_start |= hash_initial_weights(first, stages, self.ps)
-        self.facts = _add_facts(gathered, of_start)
-        if rules is None and config is not None:
-            rules = make_resume_rules(config, allow=_NAMES_ONLY)
-        rules = rules or checkpoint.ResumeRules()
-        checkpoint.check_disk_space(self.dir, stages, axis=self.ps.world, log=self.log)
-        state = checkpoint.resume(
-            self.dir,
-            TrainState(),
-            stages,
-            optimizer,
-            self.ps,
-            request=request,
-            facts=self.facts,
-            rules=attrs.evolve(rules, allow=(*rules.allow, _SOFTWARE)),
-            log=self.resume_messages.append,
-        )
-        self.log("\n".join(self.resume_messages) or "starting from scratch")
-        if self.ps.world.index == 0 and self.config is not None:
-            with atomic_write(self.dir / "config.toml", by="open_run") as file:
-                file.write(format_toml(self.config).encode())
-        return state
-
-    @contextlib.contextmanager
-    def loop(
-        self,
-        state: TrainState,
-        stages: Iterable[nn.Module] | nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        steps: int,
-        replay: ForwardBackward,
-        checkpoints: checkpoint.CheckpointOptions | None = None,
-        logging: LoggingOptions | None = None,
-        policy: health.Policy | None = None,
-    ) -> Iterator[Loop]:
-        logging = logging or LoggingOptions()
-        default_interval = 1 if self.ps.device.type == "cpu" else _LOG_EVERY
-        if state.step >= steps:
-            self.log(
-                f"the run in {self.dir} is complete at step {state.step}; --steps takes it further"
-            )
-        functions = _LoopFunctions(
-            run=self,
-            stages=modules_of(stages),
-            optimizer=optimizer,
-            steps=steps,
-            checkpoints=checkpoints or checkpoint.CheckpointOptions(),
-            log_every=logging.log_every or default_interval,
-            policy=policy or health.Policy(),
-            first_step=state.step,
-        )
-        functions.set_current(state)
-        with (
-            open_run_sinks(
-                self.dir,
-                self.ps.world.share,
-                step=state.step,
-                last=steps,
-                extra=named_sinks(logging.sinks, self.dir, config=self.config),
-                logger=self.logger,
-            ) as (functions.write_metrics, functions.event),
-            functions.open_saver(replay) as (functions.save, functions.guard),
-            collect_manually() as functions.collect,
-            functions.count_optimizer_steps(),
-        ):
-            functions.event(
-                "resume", step=state.step, messages=self.resume_messages, software=self.software
-            )
-            yield functions.make_loop()
-            functions.end()
-        functions.log_stop()
-
-    def finish(
-        self,
-        state: TrainState,
-        stages: Iterable[nn.Module] | nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        stop: str | None = None,
-    ) -> int:
-        if stop:
-            return EXIT_SAVED
-        self.phase("the end", allow=self.timeouts.start_timeout)
-        write_final(self.dir, state, modules_of(stages), optimizer, self.ps)
-        if self.ps.world.index == 0:
-            metrics = self.dir / "metrics.jsonl"
-            picture = self.dir / "loss.png"
-            plot_loss(metrics, picture)
-            if any("load" in line for line in read_jsonl(metrics)):
-                plot_expert_load(metrics, self.dir / "load.png")
-            self.log(f"the run is in {self.dir}; its loss is plotted in {picture}")
-            self.log(summarize_run(self.dir))
-        return 0
-
-
-@attrs.define(eq=False)
-class _LoopFunctions:
-    """The functions of a `Loop`, and what they share: pending steps, the last score, the vote.
-
-    `current` is the state of the stages and the optimizer, as far as the loop knows it. It is
-    consistent until the next optimizer step starts, which writes parameters and moments one by one
-    and is followed by the counters: see `find_unsaved`.
-    """
-
-    run: _RunFunctions
-    stages: Sequence[nn.Module]
-    optimizer: torch.optim.Optimizer
-    steps: int
-    checkpoints: checkpoint.CheckpointOptions
-    log_every: int
-    policy: health.Policy
-    first_step: int  # the step that the loop started from
-    write_metrics: Sink = attrs.field(init=False)
-    event: Callable[..., None] = attrs.field(init=False)
-    save: Save = attrs.field(init=False)
-    guard: Guard = attrs.field(init=False)
-    collect: Collect = attrs.field(init=False)
-    step_start: float = attrs.field(factory=time.perf_counter)
-    score: tuple[int, float] | None = None  # of the last evaluation, with its step
-    best_step: int | None = None  # the step of the last evaluation, if it is one of the best so far
-    stop_reason: str | None = None
-    last_step: int = 0
-    pending: list[tuple[TrainState, Mapping[str, Tensor | float]]] = attrs.field(factory=list)
-    batch: StepBatch | None = None  # of the last pending step
-    has_recorded: bool = False
-    current: TrainState | None = None
-    optimizer_steps: int = 0
-    optimizer_steps_of_current: int = 0
-    last_saved: int | None = None  # the step of the save that was started last
-    memory: dict[str, int] = attrs.field(factory=dict)  # of this rank, when measured last
-
-    def make_loop(self) -> Loop:
-        return Loop(
-            record=self.record,
-            evaluate=self.evaluate,
-            checkpoint=self.checkpoint,
-            is_due=self.is_due,
-            event=self.write_event,
-            result=self.write_result,
-        )
-
-    def open_saver(self, replay: ForwardBackward) -> AbstractContextManager[tuple[Save, Guard]]:
-        """Open the saves and the guard against bad numbers; see `open_guarded_saver`."""
-        run = self.run
-        return checkpoint.open_guarded_saver(
-            run.dir,
-            self.stages,
-            self.optimizer,
-            run.ps,
-            policy=self.policy,
-            replay=replay,
-            event=self.event,
-            facts=run.facts,
-            config=run.config,
-            retention=self.checkpoints.retention,
-            background=self.checkpoints.background_saves,
-            grace=run.timeouts.grace or 25.0,
-            # No power cut then loses lines of steps that no restart repeats.
-            before_commit=partial(fsync_jsonl, run.dir),
-            log=run.log,
-            get_unsaved=self.find_unsaved,
-            progress=run.progress,
-        )
-
-    @contextlib.contextmanager
-    def count_optimizer_steps(self) -> Iterator[None]:
-        def count(*_: Any) -> None:
-            self.optimizer_steps += 1
-
-        handle = self.optimizer.register_step_pre_hook(count)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def set_current(self, state: TrainState) -> TrainState:
-        """Note that the stages and the optimizer have this state, and return it."""
-        self.current = state
-        self.optimizer_steps_of_current = self.optimizer_steps
-        return state
-
-    def find_unsaved(self, error: BaseException) -> UnsavedState | None:
-        """Return the state to save when an error ends the run; None if it is saved or torn.
-
-        Nothing here communicates. After a `NumericsError` an earlier state is the right one.
-        """
-        state = self.current
-        after_peer_error = is_echo(error) or isinstance(error, PeerError)
-        if state is None or isinstance(error, NumericsError) or self._is_saved(state.step):
-            return None
-        if self.optimizer_steps != self.optimizer_steps_of_current:
-            if not after_peer_error:
-                print_warning(
-                    f"step {state.step} cannot be saved: the error came within step "
-                    f"{state.step + 1}, after its optimizer step had started"
-                )
-            return None
-        try:
-            state = self.read_pending(state, self._check_alone)
-        except NumericsError:  # all ranks decide together about what follows from it
-            return None
-        scored_step, score = self.score or (None, None)
-        return UnsavedState(
-            state,
-            say_on_stderr,
-            score if scored_step == state.step else None,
-            after_peer_error,
-        )
-
-    def _is_saved(self, step: int) -> bool:
-        newest = checkpoint.list_checkpoints(self.run.dir / "checkpoints")[:1]
-        was_started = step == self.last_saved and [parse_step(path) for path in newest] == [step]
-        return step == self.first_step or was_started
-
-    def _check_alone(
-        self,
-        state: TrainState,
-        record: Mapping[str, Any],
-        batch: StepBatch | None,
-        *,
-        seen: health.HealthState | None = None,
-    ) -> TrainState:
-        """Check a step as `make_guard` does, without communication."""
-        del batch
-        action, state = health.judge_step(state, record, self.policy, seen=seen)
-        if action.reason:
-            raise NumericsError(action.reason)
-        return state
-
-    def record(
-        self, state: TrainState, metrics: Mapping[str, Tensor | float], batch: StepBatch
-    ) -> TrainState:
-        self.batch = batch
-        is_first = not self.has_recorded
-        if not (is_first or is_due(state.step, self.log_every) or self._is_save_due(state)):
-            # Copies, since the step may write into its tensors again before they are read.
-            copies = {
-                name: x.detach().clone() if isinstance(x, Tensor) else x
-                for name, x in metrics.items()
-            }
-            self.pending.append((state, copies))
-            return self.set_current(state)
-        if is_first:  # a save that cannot succeed is refused here, not many steps later
-            check_savable(state, self.stages, self.optimizer, self.run.ps)
-        self.pending.append((state, metrics))
-        # The time of the next steps starts here: these are queued on the device already.
-        self.run.phase(
-            f"step {state.step + 1}", allow=self.log_every * self.run.timeouts.step_timeout
-        )
-        self.has_recorded = True
-        state = self.read_pending(state)
-        if is_first:
-            self._report_memory(state.step)
-        return state
-
-    def _report_memory(self, step: int) -> None:
-        """Record the peak of every rank: the lines of steps have the first rank's alone."""
-        peaks = all_gather_objects(self.memory["memory_peak"], self.run.ps.world)
-        self.event("memory", step=step, memory_peak=peaks)
-        if len(peaks) > 1:
-            peak = max(peaks)
-            self.run.log(
-                f"memory: at most {peak / 2**30:.2f} GiB on a rank so far, on rank "
-                f"{peaks.index(peak)}; metrics.jsonl has that of rank 0"
-            )
-
-    def read_pending(self, state: TrainState, guard: Guard | None = None) -> TrainState:
-        """Write the metrics of the pending steps and check them, one by one.
-
-        A roll-back from one of them discards those after it, as if they had not been taken.
-        """
-        guard = guard or self.guard
-        steps = self.pending
-        self.pending = []
-        self.current = None  # a roll-back writes parameters
-        newest_health = steps[0][0].health if steps else state.health
-        records = make_step_records([metrics for _, metrics in steps], begin=self.step_start)
-        if steps:
-            self.memory = self._measure_memory()
-        for (at_step, _), record in zip(steps, records, strict=True):
-            record.update(self.memory)
-            self.write_metrics(at_step.step, record)
-            checked = guard(
-                attrs.evolve(at_step, health=health.copy_loss_scale(at_step.health, newest_health)),
-                record,
-                self.batch if at_step is steps[-1][0] else None,
-                seen=at_step.health,
-            )
-            self.step_start = time.perf_counter()
-            if checked.step < at_step.step:
-                self.last_saved = checked.step
-                return self.set_current(checked)
-            newest_health = checked.health
-        scaled = health.copy_loss_scale(state.health, newest_health)
-        return self.set_current(attrs.evolve(state, health=scaled))
-
-    def _measure_memory(self) -> dict[str, int]:
-        memory = read_memory_stats(self.run.ps.device)
-        if self.run.ps.device.type == "cpu":  # the peak of the whole process never falls
-            memory["memory_peak"] = max(self.memory.get("memory_peak", 0), memory["memory_peak"])
-        return memory
-
-    def is_due(self, state: TrainState, every: int, *, since: int = 0) -> bool:
-        return is_due(state.step - since, every, last=self.steps - since)
-
-    def write_event(
-        self, name: str, *, facts: Mapping[str, Any] | None = None, **more: Any
-    ) -> None:
-        self.event(name, **more, **(facts or {}))
-
-    def write_result(self, metric: str) -> None:
-        self.event("result", **compare_evaluations(self.run.dir, metric))
-
-    def end(self) -> None:
-        if self.pending:
-            self.read_pending(self.pending[-1][0])
-        if self.stop_reason:
-            self.event("stop", step=self.last_step, why=self.stop_reason)
-
-    def log_stop(self) -> None:
-        if self.stop_reason:
-            self.run.log(
-                f"stopped after step {self.last_step} ({self.stop_reason}); the same command "
-                f"resumes from there"
-            )
-            self.run.log(summarize_run(self.run.dir))
-
-    def _is_save_due(self, state: TrainState) -> bool:
-        return is_due(state.step, self.checkpoints.save_every, last=self.steps)
-
-    def evaluate(self, state: TrainState, evaluator: Evaluate) -> TrainState:
-        checked = self.read_pending(state)
-        if checked.step < state.step:
-            return checked  # the state to evaluate was rolled back
-        state = checked
-        self.run.phase("evaluation", allow=self.run.timeouts.start_timeout)
-        with use_averaged_parameters(self.optimizer):
-            results = evaluator()
-        state = health.stop_if_diverged(state, results["loss"])
-        score = results.get("score", results["loss"])
-        if state.step > 0:  # the initial weights are no checkpoint of the run
-            is_best, memory = health.is_among_best(
-                score, state.health, most=self.checkpoints.keep_best
-            )
-            state = attrs.evolve(state, health=memory)
-            self.best_step = state.step if is_best else None
-        self.set_current(state)
-        self.event("evaluation", step=state.step, **results)
-        unit = next((x for x in ("pair", "answer") if f"{x}s" in results), "token")
-        nats = "nats " if unit == "token" else ""
-        self.run.log(
-            f"held out: {results['loss']:.4f} {nats}per {unit}, {results[f'{unit}s']} {unit}s"
-        )
-        self.score = state.step, score
-        self.step_start = time.perf_counter()
-        return state
-
-    def checkpoint(self, state: TrainState) -> str | None:
-        self.stop_reason = self.run.stopping()
-        is_saved = bool(
-            self.stop_reason or self._is_save_due(state) or self.best_step == state.step
-        )
-        if is_saved:
-            state = self.read_pending(state)
-            scored_step, score = self.score or (None, None)
-            self.last_saved = state.step
-            self.save(state, score if scored_step == state.step else None)
-        self.collect(idle=is_saved)
-        self.last_step = state.step
-        if not self.pending:
-            self.step_start = time.perf_counter()
-        return self.stop_reason

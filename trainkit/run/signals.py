@@ -21,7 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from trainkit.collectives import all_gather_objects
 from trainkit.files import redirect_to_devnull
-from trainkit.mesh import open_gloo_axis
+from trainkit.mesh.axes import open_gloo_axis
 from trainkit.run.errors import format_last_words, get_exit_code
 from trainkit.run.peers import status_of
 from trainkit.types import (
@@ -94,24 +94,20 @@ def trap_signals() -> Iterator[StopReason]:
         stack.enter_context(_tolerate_lost_readers())
         in_main = threading.current_thread() is threading.main_thread()
         first_signal = stack.enter_context(_record_signals()) if in_main else lambda: None
-        orphaned_by = _make_orphan_check()
+        parent = os.getppid()
+        orphaned = f"torchrun (process {parent} on {socket.gethostname()}) has died: orphaned"
+        # Other parents, such as shells, may end.
+        has_launcher = "TORCHELASTIC_RUN_ID" in os.environ
 
         def stop_reason() -> str | None:
-            reason = first_signal() or orphaned_by()
+            reason = first_signal()
+            if not reason and has_launcher and os.getppid() != parent:
+                reason = orphaned
             if reason and not reasons:
                 reasons.append(reason)
             return reasons[0] if reasons else None
 
         yield stop_reason
-
-
-def _make_orphan_check() -> Callable[[], str | None]:
-    """Return a function that reports whether torchrun has died. Other parents, shells, may end."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return lambda: None
-    parent = os.getppid()
-    message = f"torchrun (process {parent} on {socket.gethostname()}) has died: orphaned"
-    return lambda: message if os.getppid() != parent else None
 
 
 @contextlib.contextmanager
@@ -130,8 +126,11 @@ def _record_signals() -> Iterator[Callable[[], str | None]]:
 
     def add(number: int, names: list[str]) -> None:
         name = signal.Signals(number).name
+        # The lock lets only one of the two print.
         if name == "SIGINT" and name in names and leaving.acquire(blocking=False):
-            _leave_at_once(words)  # the lock lets only one of the two print
+            with contextlib.suppress(OSError):
+                os.write(2, words)
+            os._exit(PreemptedError.code)
         if name not in names:
             names.append(name)
 
@@ -164,12 +163,6 @@ def _make_hangup_check() -> Callable[[], bool]:
 
 
 _END = b"\0"  # no signal has number 0
-
-
-def _leave_at_once(words: bytes) -> NoReturn:
-    with contextlib.suppress(OSError):
-        os.write(2, words)
-    os._exit(PreemptedError.code)
 
 
 def _has_terminal(pid: int) -> bool:
@@ -245,8 +238,9 @@ def _tolerate_lost_readers() -> Iterator[None]:
     for stream in streams:
         write = _ignore_errors(stream.write, stream)
         flush = _ignore_errors(stream.flush, stream)
-        if _is_pipe(stream):
-            write = _limit_waiting(write, flush, stream)
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            if stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
+                write = _limit_waiting(write, flush, stream)
         vars(stream).update(write=write, flush=flush)
     try:
         yield
@@ -299,12 +293,6 @@ def _limit_waiting(
         return len(text)
 
     return call
-
-
-def _is_pipe(stream: Any) -> bool:
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
-    return False
 
 
 # ------------------------------------------------------------------------------------ all ranks

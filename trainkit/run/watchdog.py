@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import attrs
 
@@ -55,8 +55,12 @@ from trainkit.types import (
 from trainkit.weights.checkpoint.background_save import list_save_threads
 from trainkit.weights.checkpoint.manifest import list_checkpoints, parse_step
 
-Announce = Callable[..., None]
-"""`Announce(name, allow=seconds)`: names the next phase, and how long it may take."""
+
+class Announce(Protocol):
+    """Name the next phase, and how many seconds it may take; by default as long as the last."""
+
+    def __call__(self, name: str, allow: float | None = None) -> None: ...
+
 
 _TICK = 0.2  # seconds between two samples of the main thread
 _PER_BEAT = 5  # ticks between two beats
@@ -109,10 +113,10 @@ class _Team:
 class _Options:
     """The arguments of `watch_ranks`, and whether its directory exists. Nobody writes it."""
 
-    asked: Callable[[], str | None]
+    stop_reason: Callable[[], str | None]
     grace: float | None
-    hold: Callable[[], None]
-    written: Callable[[], int] | None
+    renew_lock: Callable[[], None]
+    count_written: Callable[[], int] | None
     log: Log
     is_there: Callable[[], bool]
 
@@ -188,11 +192,11 @@ def watch_ranks(
     run_dir: str | Path,
     axis: Axis,
     *,
-    asked: Callable[[], str | None] = lambda: None,
+    stop_reason: Callable[[], str | None] = lambda: None,
     allow: float = 1800.0,
     grace: float | None = None,
-    hold: Callable[[], None] = lambda: None,
-    written: Callable[[], int] | None = None,
+    renew_lock: Callable[[], None] = lambda: None,
+    count_written: Callable[[], int] | None = None,
     log: Log = say_on_stderr,
 ) -> Iterator[Announce]:
     """Watch over the ranks of a run: end all when one dies or hangs, and name it and its place.
@@ -214,17 +218,17 @@ def watch_ranks(
     Args:
         run_dir: The run directory, which all ranks see.
         axis: All ranks of the run.
-        asked: Returns why the run should stop, or None; `trap_signals` yields such a function.
+        stop_reason: Returns why the run should stop, or None, as `trap_signals` yields it.
         allow: Seconds for what comes before the first `phase`.
         grace: Seconds that a stop may take. None: 25, as torchrun kills after 30, or the time of
             two steps and a save with 5 seconds to spare, if that is more. A save that is under way
             by then has as long again, or what its phase allows if it is the first, unless the disk
             hangs.
-        hold: Called on rank 0 once a second, in the watching thread, to keep the lock on the
+        renew_lock: Called on rank 0 once a second, in the watching thread, to keep the lock on the
             directory; `lock_run` yields it. A ConfigError of it ends the process (74).
-        written: Returns how many parts of checkpoints this rank has written. A save hangs if no
-            rank has written one for 10 s, and for twice the longest pause of a save that went on.
-            None: no save is taken to hang.
+        count_written: Returns the number of parts of checkpoints that this rank has written. A save
+            hangs if no rank has written one for 10 s, and for twice the longest pause of a save
+            that went on. None: no save is taken to hang.
         log: Receives warnings, in the watching thread; by default they go to stderr.
 
     Yields:
@@ -253,7 +257,12 @@ def watch_ranks(
     stop = threading.Event()
     with _show_crashes(), _open_directory(team.run_dir) as is_there:
         options = _Options(
-            asked=asked, grace=grace, hold=hold, written=written, log=log, is_there=is_there
+            stop_reason=stop_reason,
+            grace=grace,
+            renew_lock=renew_lock,
+            count_written=count_written,
+            log=log,
+            is_there=is_there,
         )
         rank = _make_watch(team, options, allow=allow)
         thread = threading.Thread(
@@ -395,15 +404,15 @@ def _measure(rank: _Watch, *, passed: float) -> None:
     """Advance the clocks."""
     rank.clock.advance(rank.main.phase, passed)
     rank.others.unseen += passed
-    written = rank.options.written
+    count_written = rank.options.count_written
     rank.saves.advance(
         passed,
         is_saving=bool(list_save_threads()),
-        parts=None if written is None else written(),
+        parts=None if count_written is None else count_written(),
         is_stopping=rank.alarms.stopping > 0,
     )
     rank.clock.sample(waits=is_in_collective(rank.main.ident))
-    if rank.alarms.stopping or rank.options.asked() is not None:
+    if rank.alarms.stopping or rank.options.stop_reason() is not None:
         rank.alarms.stopping += passed
 
 
@@ -480,13 +489,13 @@ def _check_directory(rank: _Watch) -> None:
             "one in its place"
         )
     try:
-        rank.options.hold()
+        rank.options.renew_lock()
     except ConfigError as error:
         _end(
             rank,
             DiskError(
-                f"watch: the run directory {run_dir} was moved away, and another run has begun in "
-                f"its place: {error}",
+                f"watch: the run directory {run_dir} was moved away, and another run has started "
+                f"in its place: {error}",
                 where=run_dir,
                 hint="look for the checkpoints of this run where its directory was moved to, and "
                 "go on with another --out",
@@ -567,7 +576,7 @@ def _describe_unsaved(rank: _Watch, grace: float) -> tuple[str, int]:
         steps = [parse_step(path) for path in list_checkpoints(run_dir / "checkpoints")]
     last = f"the last checkpoint is step {steps[0]}" if steps else "there is no checkpoint"
     text = (
-        f"was asked to stop ({rank.options.asked() or 'a signal'}), but not saved within "
+        f"was asked to stop ({rank.options.stop_reason() or 'a signal'}), but not saved within "
         f"{grace:g} s: {last}; it was {peers.describe_beat(rank.pulse.beat)}"
     )
     # Nothing may have been trained since the last checkpoint.
@@ -593,13 +602,13 @@ def _guard_the_watch(rank: _Watch, stop: threading.Event) -> None:
     stuck = 0
     seen = rank.pulse.looked
     while not stop.wait(_SECOND):
-        since += 1.0 if since or rank.options.asked() is not None else 0.0
+        since += 1.0 if since or rank.options.stop_reason() is not None else 0.0
         stuck = stuck + 1 if rank.pulse.looked == seen else 0
         seen = rank.pulse.looked
         if since > _time_to_stop(rank) and stuck > _STUCK:
             end_without_disk(
                 PreemptedError.code,
-                f"watch: was asked to stop ({rank.options.asked()}), but the disk of "
+                f"watch: was asked to stop ({rank.options.stop_reason()}), but the disk of "
                 f"{rank.team.run_dir} does not answer",
             )
 
@@ -692,21 +701,17 @@ def _report_own(rank: _Watch, error: BaseException) -> BaseException:
     peers.write_failure(team.folder, peers.Failure(team.session, team.own.rank, failed))
     if isinstance(error, SystemExit) and not error.code:
         return RuntimeError(f"watch: rank {team.own.rank} {failed}")
-    return _describe_memory(rank, error, text) if is_out_of_memory(error) else error
-
-
-def _describe_memory(rank: _Watch, error: BaseException, text: str) -> MemoryError:
-    """Return an error that adds the phase, and the memory that was asked for and used."""
+    if not is_out_of_memory(error):
+        return error
     import resource  # noqa: PLC0415 (Unix has it)
 
     size = parse_requested_memory(error)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     return MemoryError(
-        f"rank {rank.team.own.rank} had no memory left"
+        f"rank {team.own.rank} had no memory left"
         + ("" if size is None else f" for {size} more")
-        + f" in phase {rank.main.phase.name!r}: its process has used up to {peak} bytes of the "
-        "host's"
+        + f" in phase {name!r}: its process has used up to {peak} bytes of the host's"
         + ("" if limit == resource.RLIM_INFINITY else f", and RLIMIT_AS lets it have {limit} bytes")
         + f"; {text}"
     ).with_traceback(error.__traceback__)
@@ -743,7 +748,7 @@ def _describe_loss(
     states = "; ".join(
         f"{peers.format_member(rank.team.members[number])} was "
         f"{peers.describe_beat(seen[number].beat)}"
-        + (", and has not been heard of since" if number in silent else "")
+        + (", and has been silent since" if number in silent else "")
         for number in shown
     )
     message = " ".join(format_error(error, most=300).split())

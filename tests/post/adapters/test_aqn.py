@@ -19,15 +19,14 @@ from trainkit.parallel.parameters import get_local_box
 from trainkit.post.adapters import (
     Lora,
     add_quantization_noise,
-    can_shard_bytes,
     dequantize,
-    dequantized,
     exclude_frozen_,
     lora,
     quantize,
     quantized,
 )
 from trainkit.post.adapters.formats import HALF_STEPS
+from trainkit.post.adapters.frozen import can_shard_bytes, dequantize_parameter
 from trainkit.schedules import piecewise
 from trainkit.step import evaluate, make_forward_backward
 from trainkit.tools.testing import run_ranks
@@ -54,17 +53,21 @@ def layer(form):
 @pytest.mark.parametrize("form", HALF_STEPS)
 def test_noise_has_the_size_of_half_a_step_and_goes_with_the_block(form):
     model = layer(form)
-    clean = dequantized(model.up, dtype=torch.float64)
+    clean = dequantize_parameter(model.up, dtype=torch.float64)
     with add_quantization_noise([model], seed=0, step=3, weights=0.5):
-        noise = (dequantized(model.up, dtype=torch.float64) - clean) / HALF_STEPS[form] / 0.5
-        plain = dequantized(model.up)
-        assert torch.equal(dequantized(model.up, rows=slice(9, 20)), plain[9:20])  # as for DoRA
+        noise = (
+            (dequantize_parameter(model.up, dtype=torch.float64) - clean) / HALF_STEPS[form] / 0.5
+        )
+        plain = dequantize_parameter(model.up)
+        assert torch.equal(
+            dequantize_parameter(model.up, rows=slice(9, 20)), plain[9:20]
+        )  # as for DoRA
         x = torch.randn(2, 300, generator=torch.Generator().manual_seed(1)).requires_grad_()
         y = model.up(x)
     (d_x,) = torch.autograd.grad(y.square().sum(), x)  # the same noise, behind the block too
     assert torch.allclose(y, x @ plain.T, rtol=1e-4, atol=1e-3)
     assert torch.allclose(d_x, 2 * y @ plain, rtol=1e-4, atol=1e-2)
-    assert torch.equal(dequantized(model.up, dtype=torch.float64), clean)
+    assert torch.equal(dequantize_parameter(model.up, dtype=torch.float64), clean)
     codes = quantize(WEIGHT, form)
     scales = dequantize(attrs.evolve(codes, codes=torch.full_like(codes.codes, ONES[form])))
     unit = noise / scales
@@ -76,7 +79,7 @@ def test_each_step_seed_and_name_has_its_own():
     def drawn(seed=0, step=0, of="up"):
         model = nn.ModuleDict({of: layer("int8").up})
         with add_quantization_noise([model], seed=seed, step=step, weights=1.0):
-            return dequantized(model[of])
+            return dequantize_parameter(model[of])
 
     assert torch.equal(drawn(), drawn())
     others = [drawn(), drawn(seed=1), drawn(step=1), drawn(of="down")]

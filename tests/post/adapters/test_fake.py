@@ -18,13 +18,12 @@ from trainkit.models.experts import ExpertWeights, Router
 from trainkit.parallel import fsdp, tensor_parallel
 from trainkit.parallel.linear_layers import describe_linears
 from trainkit.post.adapters import (
-    LINEARS,
     fake_quantize,
     make_linear_transforms,
     quantize_dequantize,
     quantize_model_,
 )
-from trainkit.post.adapters.fake import quietly
+from trainkit.post.adapters.fake import LINEARS, quietly
 from trainkit.run.config import LinearOptions
 from trainkit.tools.testing import run_ranks
 from trainkit.types import ConfigError
@@ -72,12 +71,12 @@ def test_activations_in_int8_are_off_by_half_a_step_of_their_token(kind):
     }[kind]()
     layer = linear(4, x.shape[-1])
     fake_quantize("int8", "int8", modules="0")(nn.Sequential(layer), SOLO)
-    found = layer.fake.activation(x)
+    found = layer.fake.round_activation(x)
     low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
     # A half for the feature, a half for the zero, and the roundings of fp32.
     assert bool(((found - x).abs() <= (high - low) / 255 * 1.0001).all())
     assert bool((found[x == 0] == 0).all())
-    assert bool(layer.fake.activation(torch.full((1, 8), torch.inf)).isnan().all())
+    assert bool(layer.fake.round_activation(torch.full((1, 8), torch.inf)).isnan().all())
 
 
 def test_experts_round_what_they_multiply():

@@ -12,9 +12,10 @@ from torch import nn
 
 import trainkit as tk
 from trainkit.models import Decoder, init_weights, make_decoder_config
-from trainkit.parallel import check_plan, fsdp, tensor_parallel
+from trainkit.parallel import fsdp, tensor_parallel
 from trainkit.parallel.linear_layers import describe_linears
 from trainkit.parallel.recompute import groups_of
+from trainkit.parallel.transforms import check_plan
 from trainkit.post.adapters import Lora, float8, lora
 from trainkit.post.adapters.fake import quietly
 from trainkit.post.adapters.float8 import _round, scaled_product

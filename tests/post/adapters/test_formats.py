@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainkit.post.adapters import NF4_VALUES, add_low_rank, dequantize, quantize
+from trainkit.post.adapters import dequantize, quantize
 from trainkit.post.adapters.fake import quietly
-from trainkit.post.adapters.formats import scales_of
+from trainkit.post.adapters.formats import NF4_VALUES, scales_of
 from trainkit.types import NumericsError
 
 FORMATS = ["nf4", "int8", "fp8", "int4", "nvfp4", "fp8_row"]
@@ -187,20 +187,3 @@ def test_nvfp4_is_that_of_torchao():
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
     theirs = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().max()))
     assert torch.equal(theirs.dequantize(torch.float32), dequantize(quantize(x, "nvfp4")))
-
-
-@pytest.mark.parametrize("form", [None, *FORMATS])
-@pytest.mark.parametrize("lead", [(), (3,)])
-def test_a_product_of_low_rank_is_added_in_fp32(form, lead):
-    random = torch.Generator().manual_seed(0)
-    sizes = ((*lead, 70, 130), (*lead, 70, 4), (*lead, 4, 130))
-    x, b, a = (torch.randn(size, generator=random) for size in sizes)
-    base = x if form is None else quantize(x, form)
-    held = x if form is None else dequantize(base)
-    want = held + 0.5 * b @ a
-    b, a = b.double(), a.double()
-    assert torch.equal(add_low_rank(base, b, a, scale=0.5), want)
-    assert torch.equal(add_low_rank(base, b, a, scale=0.5, to=torch.bfloat16), want.bfloat16())
-    again = add_low_rank(base, b, a, scale=0.5, to="int8")
-    assert torch.equal(again.codes, quantize(want, "int8").codes)
-    assert torch.equal(add_low_rank(base, 0 * b, a, scale=0.5), held)

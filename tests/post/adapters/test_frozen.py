@@ -16,7 +16,8 @@ from trainkit.mesh import parallel_session, solo_parallel
 from trainkit.models import Decoder, make_decoder_config
 from trainkit.models.experts import ExpertWeights
 from trainkit.parallel import build_stages, expert_parallel, fsdp, mixed_precision, tensor_parallel
-from trainkit.post.adapters import can_shard_bytes, dequantize, dequantized, quantize, quantized
+from trainkit.post.adapters import dequantize, quantize, quantized
+from trainkit.post.adapters.frozen import can_shard_bytes, dequantize_parameter
 from trainkit.tools.testing import run_ranks
 from trainkit.types import ConfigError, Layout, NumericsError, TrainState
 from trainkit.weights.checkpoint import state_hash
@@ -47,7 +48,7 @@ def test_a_linear_layer_computes_with_what_its_codes_stand_for(form, dtype, bias
     quantized(form, modules="0")(nn.Sequential(layer), solo_parallel())
     with torch.no_grad():
         plain.weight.copy_(dequantize(quantize(plain.weight, form)))
-    assert torch.equal(dequantized(layer), plain.weight)
+    assert torch.equal(dequantize_parameter(layer), plain.weight)
     assert isinstance(layer, nn.Linear)
     assert not layer.weight.requires_grad
     assert layer.weight.dtype == layer.weight_scales.dtype == torch.uint8
@@ -74,7 +75,7 @@ def test_experts_compute_with_what_their_codes_stand_for(form, grouped):
     with torch.no_grad():
         for name, p in plain.named_parameters():
             p.copy_(dequantize(quantize(p, form)))
-            assert torch.equal(dequantized(experts, name), p)
+            assert torch.equal(dequantize_parameter(experts, name), p)
     rows = torch.randn(7, width, generator=torch.Generator().manual_seed(1))
     counts = torch.tensor([2, 0, 5])
     for a, b in zip(

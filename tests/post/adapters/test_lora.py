@@ -26,6 +26,7 @@ from trainkit.models.experts import ExpertWeights
 from trainkit.optim import adamw, decay_groups, make_optimizer, use_averaged_parameters
 from trainkit.parallel import build_stages, fsdp, tensor_parallel
 from trainkit.post.adapters import Lora, lora
+from trainkit.post.adapters.frozen import dequantize_parameter
 from trainkit.step import forward_backward, make_forward_backward
 from trainkit.tools.testing import run_ranks
 from trainkit.tools.testing.builtin import CONFIG, EXPERTS, decoder_batch
@@ -77,7 +78,7 @@ def test_a_linear_layer_has_its_low_rank_path(dora):
 
 @pytest.mark.parametrize("form", [None, "nf4", "int8", "fp8"])
 def test_dora_takes_the_lengths_of_whatever_holds_a_matrix(form, monkeypatch):
-    monkeypatch.setattr("trainkit.post.adapters.lowrank._AT_ONCE", 500)  # some rows at a time
+    monkeypatch.setattr("trainkit.post.adapters.lowrank._MAX_ELEMENTS", 500)  # some rows at a time
     torch.manual_seed(0)
     model = nn.ModuleDict({"up": nn.Linear(72, 20), "experts": ExpertWeights(3, 72, 20)})
     for p in model.parameters():
@@ -94,7 +95,7 @@ def test_dora_takes_the_lengths_of_whatever_holds_a_matrix(form, monkeypatch):
         nn.init.normal_(p, mean=float("magnitude" in name), std=0.2)
 
     def whole(module, key, beside):
-        total = adapters.dequantized(module, key) + 1.5 * beside["default"].b @ beside["default"].a
+        total = dequantize_parameter(module, key) + 1.5 * beside["default"].b @ beside["default"].a
         lengths = total.detach().norm(dim=-1)
         return (beside["default"].magnitude / lengths).unsqueeze(-1) * total
 
@@ -113,7 +114,7 @@ def test_dora_begins_with_the_lengths_of_what_the_codes_stand_for():
     weights = init_weights(CONFIG, seed=0)
     (model,) = build_stages(partial(Decoder, CONFIG), solo_parallel(), plan, weights=weights)
     row = model.layers["1"].mlp.down
-    lengths = adapters.dequantized(row).norm(dim=1)
+    lengths = dequantize_parameter(row).norm(dim=1)
     assert torch.allclose(row.lora["default"].magnitude, lengths, rtol=1e-6)
     first = weights("layers.1.mlp.down.weight", (32, 48), (0, 0)).norm(dim=1)
     assert not torch.allclose(first, lengths, rtol=1e-4)

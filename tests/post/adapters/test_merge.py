@@ -15,14 +15,13 @@ from trainkit.parallel.materialize import narrow_to_box
 from trainkit.parallel.parameters import get_local_box
 from trainkit.post.adapters import (
     Lora,
-    LowRankFactors,
-    SavedAdapters,
     lora,
     merge_adapters_,
-    merge_weights,
     restart_adapters_,
     use_merged_adapters,
 )
+from trainkit.post.adapters.export import SavedAdapters, merge_weights
+from trainkit.post.adapters.peft import LowRankFactors
 from trainkit.step import forward_backward
 from trainkit.tools.testing import run_ranks
 from trainkit.tools.testing.builtin import CONFIG, MODELS, decoder_batch

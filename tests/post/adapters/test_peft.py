@@ -24,6 +24,7 @@ from trainkit.optim import adamw, decay_groups
 from trainkit.packing import pack_bins
 from trainkit.parallel import build_stages
 from trainkit.post.adapters import Lora, lora, read_peft
+from trainkit.post.adapters.export import merge_weights, read_adapters
 from trainkit.tools.commands import export
 from trainkit.types import CheckpointError, ConfigError, TrainState
 from trainkit.weights.checkpoint import save_checkpoint
@@ -223,8 +224,8 @@ def test_peft_computes_the_same_from_what_a_run_has_learnt(row, bases, tmp_path)
     back = read_peft(tmp_path / "there", open_folder(base).family, ours.config)
     add = lora(*back.loras, trained=back.trained, values=back.values)
     check_alike(ours_of(base, [add], weights=back.weights), theirs)
-    saved = adapters.read_adapters(tmp_path / "run")
-    weights = partial(adapters.merge_weights, saved)
+    saved = read_adapters(tmp_path / "run")
+    weights = partial(merge_weights, saved)
     check_alike(ours_of(base, [], weights=weights), theirs)
 
 

@@ -9,7 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit import evaluation
-from trainkit.post.evaluation import ExampleScores
+from trainkit.post.evaluation.examples import (
+    encode_continuation,
+    get_prefix_id,
+    make_rolling_windows,
+)
+from trainkit.post.evaluation.score import ExampleScores
 from trainkit.text.tokenizers import make_byte_tokenizer, train_bpe
 from trainkit.types import DataError
 
@@ -30,7 +35,7 @@ def test_windows_are_those_of_lm_eval_and_count_every_token_once(size, context):
     ids = list(range(1, size + 1))
     asked = utils.get_rolling_token_windows(ids, 0, context, 1)
     want = [utils.make_disjoint_window(pair) for pair in asked]
-    found = evaluation.make_rolling_windows(ids, prefix=0, context=context)
+    found = make_rolling_windows(ids, prefix=0, context=context)
     pairs = [(x.ids[: -x.scored].tolist(), x.ids[-x.scored :].tolist()) for x in found]
     assert pairs == want
     assert [i for _, counted in pairs for i in counted] == ids
@@ -46,22 +51,22 @@ def test_pairs_are_cut_as_lm_eval_cuts_them(tokenizer, context, more):
     pytest.importorskip("lm_eval")
     model = evaluation.make_harness_model(list, tokenizer, context=64)
     continuation = f"e{more}"
-    found = evaluation.encode_continuation(tokenizer, context, continuation)
+    found = encode_continuation(tokenizer, context, continuation)
     if context.strip():
         assert found == model._encode_pair(context, continuation)
     else:
         assert found == (
-            [evaluation.get_prefix_id(tokenizer)],
+            [get_prefix_id(tokenizer)],
             tokenizer.encode(context + continuation),
         )
 
 
 def test_bos_is_put_before_a_context_that_has_none():
-    pair = evaluation.encode_continuation(BYTES, "a", "b", add_bos=True)
+    pair = encode_continuation(BYTES, "a", "b", add_bos=True)
     assert pair == ([256, 97], [98])
     model = evaluation.make_harness_model(list, BYTES, context=8, add_bos=True)
     assert model._encode_pair("a", "b") == pair
-    assert evaluation.encode_continuation(BYTES, "", "b", add_bos=True) == ([256], [98])
+    assert encode_continuation(BYTES, "", "b", add_bos=True) == ([256], [98])
 
 
 def test_a_context_is_cut_on_its_left_and_that_is_counted(tmp_path):
@@ -114,7 +119,7 @@ def test_a_file_that_is_not_what_it_should_be_is_refused(name, text, tmp_path):
 def test_a_tokenizer_without_bos_and_eos_is_refused():
     bare = train_bpe(["one two"], vocab_size=256, special=())
     with pytest.raises(DataError, match="neither BOS nor EOS"):
-        evaluation.encode_continuation(bare, "", "one")
+        encode_continuation(bare, "", "one")
 
 
 def test_texts_of_a_folder_are_documents_and_their_files_are_hashed(tmp_path):

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from trainkit import evaluation
-from trainkit.post.evaluation import EvalItem, ExampleScores, make_example
+from trainkit.post.evaluation.examples import EvalItem, make_example
+from trainkit.post.evaluation.score import ExampleScores
 from trainkit.tools.testing import run_ranks
 from trainkit.types import DataError, DiskError
 

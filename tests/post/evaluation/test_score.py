@@ -16,7 +16,8 @@ from trainkit.models import Decoder, Experts, call_model, call_routed, init_weig
 from trainkit.parallel import expert_parallel, fsdp
 from trainkit.parallel.sequence_parallel import sequence_parallel
 from trainkit.parallel.tensor_parallel import tensor_parallel
-from trainkit.post.evaluation import EvalItem, Example, make_example, make_rolling_windows
+from trainkit.post.evaluation.examples import EvalItem, Example, make_example, make_rolling_windows
+from trainkit.post.evaluation.score import ExampleScores, token_scores
 from trainkit.tools.testing import run_ranks
 from trainkit.types import Hidden, NumericsError
 
@@ -108,7 +109,7 @@ def by_hand(config):
             logprobs, labels = logits.log_softmax(-1), ids[1:]
             each = logprobs.gather(-1, labels[:, None])[-example.scored :, 0]
             greedy = (logits.argmax(-1) == labels)[-example.scored :].all()
-            found.append(evaluation.ExampleScores(each.double().numpy(), bool(greedy)))
+            found.append(ExampleScores(each.double().numpy(), bool(greedy)))
         lines.append({"index": number, **evaluation.make_text_record(item, found)})
     return lines
 
@@ -141,11 +142,11 @@ def test_what_is_greedy_is_what_argmax_takes_of_equal_logits_too():
     labels = logits.argmax(-1)
     labels[0, ::3] = (labels[0, ::3] + 1) % 4
     found, want = (
-        evaluation.token_scores(Hidden(hidden, weight), labels),
+        token_scores(Hidden(hidden, weight), labels),
         labels == logits.argmax(-1),
     )
     assert torch.equal(found[1], want)
-    assert torch.equal(evaluation.token_scores(logits, labels)[1], want)
+    assert torch.equal(token_scores(logits, labels)[1], want)
     assert (logits.sort(-1).values.diff(dim=-1)[..., -1] == 0).sum() > 5
 
 

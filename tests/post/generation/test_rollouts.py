@@ -15,7 +15,6 @@ from trainkit.models import build_decoder, call_routed, make_decoder_config
 from trainkit.models.config import Experts
 from trainkit.post.generation import (
     Answer,
-    Rewards,
     check_logprobs,
     compute_advantages,
     compute_old_logprobs,
@@ -26,6 +25,7 @@ from trainkit.post.generation import (
     sample_answers,
     split_minibatches,
 )
+from trainkit.post.generation.rewards import Rewards
 from trainkit.post.objectives import policy_gradient, ppo_clip
 from trainkit.text.tokenizers import make_byte_tokenizer, train_bpe
 from trainkit.text.tokenizers.special import BOS, EOS

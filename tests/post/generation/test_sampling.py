@@ -3,14 +3,8 @@
 import pytest
 import torch
 
-from trainkit.post.generation import (
-    Sampling,
-    filter_top_k,
-    next_tokens,
-    sample_from_cdf,
-    shape_logits,
-)
-from trainkit.post.generation.sampling import make_noise
+from trainkit.post.generation import Sampling, filter_top_k, sample_from_cdf, shape_logits
+from trainkit.post.generation.sampling import make_noise, next_tokens
 from trainkit.types import ConfigError
 
 

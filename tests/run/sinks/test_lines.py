@@ -67,10 +67,10 @@ def test_rewinding_a_file_does_what_repairing_all_of_it_does(
     found = rewind_jsonl(path, step)
     assert path.read_bytes() == repair_jsonl(text + tail, step)
     kept = steps_of(path)
-    assert found.kept == len(kept)
+    assert found.retained == len(kept)
     if kept:
         assert found.missing == len(set(range(kept[0], step + 1)) - set(kept))
-    assert rewind_jsonl(path, step) == Rewound(found.kept, 0, found.missing)
+    assert rewind_jsonl(path, step) == Rewound(found.retained, 0, found.missing)
 
 
 def test_a_file_that_is_whole_is_not_rewritten_to_begin_a_run(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Conversations become tokens, and the mask covers what the assistant said and where it stopped."""
+"""Conversations become tokens, and the mask covers the assistant's words and its stop tokens."""
 
 import json
 import pickle
@@ -211,12 +211,12 @@ def test_tokens_are_those_of_the_whole_text(name, bpe):
             row["messages"], open_hf_tokenizer(bpe), template=template, tools=row.get("tools")
         )
         assert sample.tokens.tolist() == bpe.encode(row["text"], add_special_tokens=False).ids
-        said = [
+        bodies = [
             segment.text
             for segment in template(row["messages"], tools=row.get("tools"))
             if segment.body and row["messages"][segment.message]["role"] == "assistant"
         ]
-        assert "".join(trained_texts(sample, open_hf_tokenizer(bpe))) == "".join(said)
+        assert "".join(trained_texts(sample, open_hf_tokenizer(bpe))) == "".join(bodies)
 
 
 def test_tokens_are_those_that_transformers_gives(bpe):
@@ -283,9 +283,11 @@ def test_a_token_of_no_characters_is_never_trained():
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_without_offsets_each_piece_is_encoded_by_itself(name):
     for row in GOLDEN[name]:
-        arguments = {"template": TEMPLATES[name], "tools": row.get("tools")}
-        whole = encode_chat(row["messages"], BYTES, **arguments)
-        parts = encode_chat(row["messages"], Plain(BYTES), **arguments)
+        encode = partial(
+            encode_chat, row["messages"], template=TEMPLATES[name], tools=row.get("tools")
+        )
+        whole = encode(BYTES)
+        parts = encode(Plain(BYTES))
         assert parts.tokens.tolist() == whole.tokens.tolist()
         assert parts.loss_mask.tolist() == whole.loss_mask.tolist()
 
@@ -404,9 +406,11 @@ def test_the_labels_of_a_packed_batch_ask_for_what_is_trained_and_nothing_else()
     corpus = make_corpus(samples, vocab_size=BYTES.vocab_size)
     bins = pack_bins(corpus.lengths, capacity=160)
     labels = collate_bins(corpus, bins, list(range(len(bins))))["labels"]
-    asked = labels[labels != IGNORED_LABEL].tolist()
+    labels_in_loss = labels[labels != IGNORED_LABEL].tolist()
     order = [document for row in range(len(bins)) for document, _, _ in bins[row]]
-    assert asked == [t for i in order for t in samples[i].tokens[samples[i].loss_mask].tolist()]
+    assert labels_in_loss == [
+        t for i in order for t in samples[i].tokens[samples[i].loss_mask].tolist()
+    ]
 
 
 def test_records_that_are_wrong_are_refused():

@@ -6,6 +6,7 @@ puts tools, what it demands of a conversation.
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -183,15 +184,15 @@ def base():
     )
 
 
-def write_folder(home, base, source, **settings):
+def write_folder(home, base, source, settings=None):
     """Write the files of a tokenizer with a template, as a model folder has them."""
     save_tokenizer(base, home / "tokenizer.json")
     flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
     eos = {"__type": "AddedToken", "content": "</s>", **flags}
-    said = {"bos_token": BEGINS.get(source, "<s>"), "eos_token": eos, "add_bos_token": True}
-    said |= settings
-    said["tokenizer_class"] = "PreTrainedTokenizerFast"
-    (home / "tokenizer_config.json").write_text(json.dumps(said))
+    config = {"bos_token": BEGINS.get(source, "<s>"), "eos_token": eos, "add_bos_token": True}
+    config |= settings or {}
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (home / "tokenizer_config.json").write_text(json.dumps(config))
     if isinstance(source, str):
         (home / "chat_template.jinja").write_text(source)
     return home
@@ -199,10 +200,7 @@ def write_folder(home, base, source, **settings):
 
 @pytest.fixture
 def folder(tmp_path, base):
-    def write(source, **settings):
-        return write_folder(tmp_path, base, source, **settings)
-
-    return write
+    return partial(write_folder, tmp_path, base)
 
 
 def answers_of(sample, tokenizer):
@@ -245,14 +243,14 @@ def test_ids_are_those_of_transformers_and_the_mask_is_the_answers(name, folder)
 
 
 def test_an_answers_prompt_and_its_trained_tokens_are_the_conversation(folder):
-    """What a model is asked, and what it must say then, follow each other without a gap."""
+    """The prompt of an answer, and the answer, follow each other without a gap."""
     for source in (CHATML, LLAMA3, MISTRAL, GEMMA, VICUNA, LLAMA2):
         home = folder(source)
         template, tokenizer = read_template(home), open_hf_tokenizer(home)
         sample = encode_chat(TALK, tokenizer, template=template, train="last")
-        asked = encode_prompt(TALK[:-1], tokenizer, template=template)
-        assert sample.tokens[: len(asked)].tolist() == asked
-        assert int(sample.loss_mask.argmax()) == len(asked), source
+        prompt = encode_prompt(TALK[:-1], tokenizer, template=template)
+        assert sample.tokens[: len(prompt)].tolist() == prompt
+        assert int(sample.loss_mask.argmax()) == len(prompt), source
 
 
 WORDS = st.lists(
@@ -272,12 +270,12 @@ SAYS = {
 @given(turns=st.lists(st.tuples(WORDS, WORDS.filter(bool)), min_size=1, max_size=3))
 def test_answers_are_found_whatever_is_said(name, turns):
     source, shown = SAYS[name]
-    variables = {"bos_token": "<s>", "eos_token": "</s>"}
     stops = ["</s>", shown("").strip()]
-    talk = [m for asked, said in turns for m in (user(asked), answer(said))]
-    segments = make_jinja_template(source, **variables, stop=stops)(talk)
+    talk = [m for question, words in turns for m in (user(question), answer(words))]
+    template = make_jinja_template(source, bos_token="<s>", eos_token="</s>", stop=stops)
+    segments = template(talk)
     found = [(s.message, s.text) for s in segments if s.body and s.message % 2]
-    assert found == [(2 * i + 1, shown(said)) for i, (_, said) in enumerate(turns)]
+    assert found == [(2 * i + 1, shown(words)) for i, (_, words) in enumerate(turns)]
 
 
 # ----------------------------------------------------------------- whose is what a template marks
@@ -381,10 +379,12 @@ def test_a_piece_of_which_it_cannot_be_known_is_refused(source, complaint):
 def test_of_several_templates_the_one_for_tools_is_taken_where_there_are_tools(folder):
     home = folder(
         None,
-        chat_template=[
-            {"name": "default", "template": GEMMA.replace("<bos>", "")},
-            {"name": "tool_use", "template": CHATML},
-        ],
+        {
+            "chat_template": [
+                {"name": "default", "template": GEMMA.replace("<bos>", "")},
+                {"name": "tool_use", "template": CHATML},
+            ]
+        },
     )
     theirs = transformers.AutoTokenizer.from_pretrained(home)
     for tools, talk in ((None, TALK), (TOOLS, WORKS)):
@@ -403,9 +403,9 @@ def test_every_place_of_a_template_is_read_and_files_of_its_own_go_first(folder)
     shown = "".join
     (home / "chat_template.json").write_text(json.dumps({"chat_template": VICUNA}))
     assert shown(s.text for s in read_template(home)(TALK[:1])).startswith("USER")
-    folder(None, chat_template=CHATML)
+    folder(None, {"chat_template": CHATML})
     assert shown(s.text for s in read_template(home)(TALK[:1])).startswith("<|im_start|>")
-    folder(GEMMA, chat_template=CHATML)
+    folder(GEMMA, {"chat_template": CHATML})
     assert shown(s.text for s in read_template(home)(TALK[:1])).startswith("<bos>")
     (home / "additional_chat_templates").mkdir()
     (home / "additional_chat_templates" / "tool_use.jinja").write_text(LLAMA3)
@@ -445,10 +445,10 @@ def test_the_ids_that_generation_stops_at_are_the_folders(folder):
 )
 def test_a_template_that_is_none_is_refused_by_name(settings, complaint, folder):
     with pytest.raises(ValueError, match=complaint):
-        read_template(folder(None, **settings))
+        read_template(folder(None, settings))
 
 
-# ------------------------------------------------------------------------- what cannot be told
+# ---------------------------------------------------------------------------- what is ambiguous
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from trainkit.batch import collate_bins
 from trainkit.data.corpus import make_corpus
 from trainkit.packing import best_fit, first_fit, next_fit
 from trainkit.text.chat import QWEN3_SPECIAL, format_answers_warning, make_jinja_template, qwen3
-from trainkit.text.chat.encode import split_by_mask
+from trainkit.text.chat.encode import encode_chat, split_by_mask
 from trainkit.text.chat.preference import (
     encode_preference_pair,
     flatten_pairs,
@@ -140,16 +140,14 @@ def test_a_template_that_renders_one_prompt_in_two_ways_is_found():
 def test_the_tools_of_a_record_are_shown_in_both_halves():
     tools = [{"name": "f"}]
     record = {"prompt": "Q", "chosen": "A", "rejected": "B"}
-    want = encode_preference_pair(record, BYTES, template=qwen3, tools=tools)
+    want = [
+        encode_chat([user("Q"), answer(text)], BYTES, template=qwen3, tools=tools) for text in "AB"
+    ]
     for value in (tools, '[{"name": "f"}]'):
         found = encode_preference_pair({**record, "tools": value}, BYTES, template=qwen3)
         assert [half.tokens.tolist() for half in found] == [half.tokens.tolist() for half in want]
     plain = encode_preference_pair({**record, "tools": None}, BYTES, template=qwen3)
     assert len(plain[0].tokens) < len(want[0].tokens)
-    asked = encode_preference_pair(
-        {**record, "tools": [{"name": "g"}]}, BYTES, template=qwen3, tools=tools
-    )
-    assert asked[0].tokens.tolist() == want[0].tokens.tolist()
 
 
 def test_answers_that_a_template_hides_are_counted_in_both_halves():
@@ -196,8 +194,8 @@ def test_each_prompt_is_given_the_answer_to_the_next_one():
     ]
     found = list(mismatch_answers(chosen for chosen, _ in pairs))
     assert [trained_texts(sample)[0][:2] for sample in found] == ["A1", "A2", "A0"]
-    asked = [BYTES.decode(sample.tokens[~sample.loss_mask]) for sample in found]
-    assert all(f"Q{i}" in text for i, text in enumerate(asked))
+    prompts = [BYTES.decode(sample.tokens[~sample.loss_mask]) for sample in found]
+    assert all(f"Q{i}" in text for i, text in enumerate(prompts))
 
 
 # ------------------------------------------------------------------------------------- packing
@@ -209,19 +207,14 @@ def packings(draw):
     capacity = multiple_of * draw(st.integers(2, 12))
     length = st.integers(1, capacity)
     lengths = draw(st.lists(length, max_size=20).map(lambda halves: halves[: len(halves) // 2 * 2]))
-    arguments = {
-        "capacity": capacity,
-        "fit": draw(st.sampled_from([best_fit, first_fit, next_fit])),
-        "multiple_of": multiple_of,
-    }
-    return lengths, arguments
+    fit = draw(st.sampled_from([best_fit, first_fit, next_fit]))
+    return lengths, capacity, multiple_of, fit
 
 
 @given(packings())
 def test_both_halves_of_each_pair_that_fits_are_in_one_row_once(packing):
-    lengths, arguments = packing
-    capacity, multiple_of = arguments["capacity"], arguments["multiple_of"]
-    bins = pack_pairs(lengths, overlong="drop", **arguments)
+    lengths, capacity, multiple_of, fit = packing
+    bins = pack_pairs(lengths, capacity, fit=fit, multiple_of=multiple_of, overlong="drop")
     aligned = [-(-length // multiple_of) * multiple_of for length in lengths]
     placed = []
     for row in range(len(bins)):
@@ -277,10 +270,10 @@ def test_documents_of_a_row_are_chosen_and_rejected_in_turn():
     corpus = make_corpus(flatten_pairs(pairs), vocab_size=BYTES.vocab_size)
     bins = pack_pairs(corpus.lengths, 256, multiple_of=4)
     batch = collate_bins(corpus, bins, list(range(len(bins))))
-    asked = batch["labels"] != IGNORED_LABEL
+    is_label = batch["labels"] != IGNORED_LABEL
     stop = BYTES.encode("<|im_end|>")[0]
     for labels, documents in zip(batch["labels"], batch["document_ids"], strict=True):
         words = (labels != IGNORED_LABEL) & (labels != stop)
         assert set(labels[words & (documents % 2 == 0)].tolist()) == {ord("A")}
         assert set(labels[words & (documents % 2 == 1)].tolist()) == {ord("B")}
-    assert int(asked.sum()) == len(pairs) * (9 + 2)
+    assert int(is_label.sum()) == len(pairs) * (9 + 2)

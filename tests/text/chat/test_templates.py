@@ -75,7 +75,7 @@ def text_of(segments):
     return "".join(segment.text for segment in segments)
 
 
-def said(segments, messages, roles=("assistant",)):
+def texts_by(segments, messages, roles=("assistant",)):
     """Return, character by character, the message that says it, or None."""
     return [
         segment.message if segment.body and messages[segment.message]["role"] in roles else None
@@ -205,7 +205,7 @@ def test_a_jinja_template_gives_the_pieces_of_the_native_one(row):
     found = template(messages, add_generation_prompt=prompt)
     assert text_of(found) == row["text"]
     everyone = ("system", "user", "assistant")
-    assert said(found, messages, everyone) == said(native, messages, everyone)
+    assert texts_by(found, messages, everyone) == texts_by(native, messages, everyone)
 
 
 WORDS = st.lists(
@@ -219,7 +219,7 @@ def test_a_jinja_template_finds_every_word_whatever_is_said(turns):
     messages = [{"role": role, "content": content} for role, content in turns]
     found = make_jinja_template(CHATML_JINJA, eos_token="<|im_end|>")(messages)
     assert bodies(found) == {p.message: p.text for p in chatml(messages) if p.body}
-    assert said(found, messages) == said(chatml(messages), messages)
+    assert texts_by(found, messages) == texts_by(chatml(messages), messages)
 
 
 @st.composite
@@ -269,7 +269,7 @@ def test_reasoning_reaches_the_name_that_a_template_reads(way):
         )
         template = make_jinja_template(source, eos_token="$")
         for name in NAMES:
-            found = template([user("a"), answer("b", **{name: "hm"})])
+            found = template([user("a"), answer("b") | {name: "hm"}])
             assert text_of(found) == "[user]a$[assistant](hm)b$", (read, name)
 
 
@@ -344,11 +344,14 @@ def test_lines_of_blocks_alone_leave_nothing_behind():
 
 
 def test_a_tokenizer_brings_its_own_template():
-    tokens = {"bos_token": None, "eos_token": "<|im_end|>"}
-    tokenizer = SimpleNamespace(chat_template={"default": CHATML_JINJA, "tool_use": ""}, **tokens)
+    tokenizer = SimpleNamespace(
+        chat_template={"default": CHATML_JINJA, "tool_use": ""},
+        bos_token=None,
+        eos_token="<|im_end|>",
+    )
     assert bodies(make_jinja_template(tokenizer)([user("a")])) == {0: "a<|im_end|>"}
     with pytest.raises(ValueError, match="a SimpleNamespace without one"):
-        make_jinja_template(SimpleNamespace(**tokens))
+        make_jinja_template(SimpleNamespace(bos_token=None, eos_token="<|im_end|>"))
 
 
 @pytest.mark.parametrize(
@@ -394,9 +397,9 @@ def test_without_the_library_the_message_says_what_to_install(monkeypatch):
 
 @pytest.mark.parametrize("template", list(TEMPLATES.values()), ids=list(TEMPLATES))
 def test_the_tokenizer_named_bytes_knows_every_native_template(template):
-    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     tokenizer = open_tokenizer("bytes")
-    text = "".join(segment.text for segment in template(said))
+    text = "".join(segment.text for segment in template(messages))
     special = set(re.findall(r"<\|?/?\w+\|?>", text))
     assert special
     assert special <= tokenizer.special_ids.keys()

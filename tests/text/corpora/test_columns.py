@@ -1,4 +1,4 @@
-"""Columns: what stands beside a token goes with it, or with its label, wherever it is taken."""
+"""Columns: the values of a token go with it, or with its label, wherever it is read."""
 
 import json
 from functools import partial
@@ -73,8 +73,8 @@ def samples_of(sizes, loss_mask=lambda ids: np.ones(len(ids), bool)):
     return [Sample(ids, loss_mask(ids), values_of(ids)) for ids in parts]
 
 
-def corpus_of(sizes, **more):
-    return make_corpus(samples_of(sizes, **more), columns=COLUMNS)
+def corpus_of(sizes):
+    return make_corpus(samples_of(sizes), columns=COLUMNS)
 
 
 def check(batch):
@@ -197,11 +197,11 @@ def test_dealing_and_prefetching_carry_columns_beside_what_they_add():
     bins = pack_bins(corpus.lengths, 12, multiple_of=4)
     packed = PackedCorpus(corpus, bins, {"a": 1, "b": len(bins) - 1})
     places = [DataShard(Share(r, 2), ring=Share(k, 2)) for r in range(2) for k in range(2)]
-    deal = partial(make_microbatches, packed, range(len(bins)), rows_per_microbatch=1)
-    parts = [part for data_shard in places for part in deal(data_shard=data_shard)]
+    shard = partial(make_microbatches, packed, range(len(bins)), rows_per_microbatch=1)
+    parts = [part for data_shard in places for part in shard(data_shard=data_shard)]
     assert all("source" in part for part in parts)
     assert facts_of(parts) == plain_facts(corpus, bins)
-    batches = [StepBatch(deal(), Cursor(1)), None]
+    batches = [StepBatch(shard(), Cursor(1)), None]
     with prefetch_batches(
         lambda cursor: batches[cursor.batch], Cursor(), device="cpu"
     ) as next_batch:
@@ -233,8 +233,8 @@ def test_a_stream_cuts_and_drops_columns_with_their_documents(sizes, overlong, m
             check(batch)
             seen += batch.input_ids[batch.document_ids >= 0].tolist()
     firsts = {"split": None, "truncate": 16, "drop": 0}[overlong]
-    kept = [x.tokens if len(x.tokens) <= 16 else x.tokens[:firsts] for x in samples]
-    assert sorted(seen) == sorted(int(token) for tokens in kept for token in tokens)
+    expected = [x.tokens if len(x.tokens) <= 16 else x.tokens[:firsts] for x in samples]
+    assert sorted(seen) == sorted(int(token) for tokens in expected for token in tokens)
 
 
 def test_a_window_whose_columns_have_changed_is_refused():
@@ -441,9 +441,14 @@ def test_all_documents_and_all_parts_have_the_columns_that_are_declared():
     for make in (make_corpus, partial(write_corpus, "a.tokens")):
         with pytest.raises(ValueError, match="no column can be called 'noise_key'"):
             make([], columns={"noise_key": Column()})
-    for wrong in ({"dtype": "bfloat16"}, {"inner": (2, 3)}, {"inner": (1.5,)}, {"of": "row"}):
+    for make in (
+        partial(Column, dtype="bfloat16"),
+        partial(Column, inner=(2, 3)),
+        partial(Column, inner=(1.5,)),
+        partial(Column, of="row"),
+    ):
         with pytest.raises(ConfigError, match="must be"):
-            Column(**wrong)
+            make()
 
 
 def test_values_that_do_not_fit_their_corpus_are_refused():

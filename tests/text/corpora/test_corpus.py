@@ -290,7 +290,7 @@ def test_a_tokenizer_must_cover_a_token_files_vocabulary(tmp_path):
 
 
 class Letters(Words):
-    """A tokenizer that can be told from others."""
+    """A tokenizer with an identity."""
 
     vocab_size = 32_000
 

@@ -29,7 +29,7 @@ def raw(path, tokens, kind="uint16", /, **sidecar):
     return path
 
 
-def megatron(path, documents, kind="uint16", number=8, /, **change):
+def megatron(path, documents, kind="uint16", number=8, change=None):
     """Write .idx and .bin as Megatron does: a document is a list of sequences."""
     sequences = [sequence for document in documents for sequence in document]
     lengths = np.array([len(sequence) for sequence in sequences], "<i4")
@@ -45,7 +45,7 @@ def megatron(path, documents, kind="uint16", number=8, /, **change):
         "pointers": pointers.tobytes(),
         "ends": ends.tobytes(),
     }
-    path.write_bytes(b"".join((parts | change).values()))
+    path.write_bytes(b"".join((parts | (change or {})).values()))
     flat = [token for sequence in sequences for token in sequence]
     np.array(flat, kind).tofile(path.with_suffix(".bin"))
     return path
@@ -150,8 +150,7 @@ def test_a_sidecar_may_say_where_documents_end(tmp_path, in_file):
     if in_file:
         np.save(tmp_path / "ends.npy", np.array([0, 2, 2, 5], np.int32))
     offsets = "ends.npy" if in_file else [0, 2, 2, 5]
-    facts = {"dtype": "uint16", "offsets": offsets, "vocab_size": 9}
-    path = raw(tmp_path / "a.bin", range(5), **facts)
+    path = raw(tmp_path / "a.bin", range(5), dtype="uint16", offsets=offsets, vocab_size=9)
     corpus = open_corpus(path)
     assert documents_of(corpus) == [[0, 1], [], [2, 3, 4]]
     names = {"a.bin", "a.bin.json", "ends.npy"} if in_file else {"a.bin", "a.bin.json"}
@@ -239,9 +238,8 @@ def test_tokens_have_to_fit_the_tokenizers_vocabulary(tmp_path):
     with pytest.raises(DataError, match=r"file has, .* offset 1 \(byte 4 .*token 70000 .* of 4"):
         open_corpus(path, tokenizer=Few())
     assert open_corpus(raw(path, [3], "uint32", dtype="uint32"), tokenizer=Few()).vocab_size == 4
-    facts = {"dtype": "uint32", "vocab_size": 9}
     with pytest.raises(DataError, match="vocabulary of 9 is larger than the tokenizer's, 4"):
-        open_corpus(raw(path, [3], "uint32", **facts), tokenizer=Few())
+        open_corpus(raw(path, [3], "uint32", dtype="uint32", vocab_size=9), tokenizer=Few())
 
 
 # ------------------------------------------------------------------------------------ large files
@@ -313,7 +311,7 @@ def test_megatrons_documents_are_runs_of_its_sequences(tmp_path, code, dtype):
     ],
 )
 def test_an_index_that_does_not_fit_is_refused(tmp_path, change, message):
-    path = megatron(tmp_path / "a.idx", DOCUMENTS, **change)
+    path = megatron(tmp_path / "a.idx", DOCUMENTS, change=change)
     with pytest.raises(DataError, match=message):
         open_corpus(path)
 

@@ -1,6 +1,6 @@
 """Pairs of answers that need no data: one that ends, and one that goes on."""
 
-from trainkit.text.corpora import prolong_answers
+from trainkit.text.corpora.pairs import prolong_answers
 
 
 def test_a_rejected_answer_is_the_chosen_one_and_that_of_the_next_question():

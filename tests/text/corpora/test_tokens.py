@@ -154,8 +154,9 @@ def header_of(path):
         return read_header(file, path)
 
 
-def forge(path, *, content=None, **changes):
+def forge(path, changes=None, *, content=None):
     """Write a file whose hashes all fit, whatever it says."""
+    changes = changes or {}
     header = get_header_fields(header_of(path))
     content = path.read_bytes()[BLOCK : header_of(path).table_at] if content is None else content
     chunk = changes.get("chunk_bytes", header["chunk_bytes"])
@@ -271,14 +272,14 @@ def test_a_sample_of_chunks_has_the_first_the_last_and_others(count, most):
 )
 def test_a_header_that_lies_is_refused_before_anything_is_made(tmp_path, change, message):
     path = written(tmp_path)
-    forge(path, **change)
+    forge(path, change)
     with pytest.raises(DataError, match=message):
         open_tokens(path)
 
 
 def test_a_header_may_say_more_but_not_be_no_object(tmp_path):
     path = written(tmp_path)
-    forge(path, new="field")
+    forge(path, {"new": "field"})
     open_tokens(path, check="full")
     data = path.read_bytes()
     for text, message in [(b"[2]", "version None"), (b"{", "a header that is no JSON")]:
@@ -317,7 +318,7 @@ def test_changed_offsets_are_found_whichever_chunks_are_read(tmp_path, monkeypat
 def test_a_token_outside_the_vocabulary_is_named_with_its_document_and_place(tmp_path):
     path = tmp_path / "a.tokens"
     write_corpus(path, [[1, 2], [3, 70_000, 4]])
-    forge(path, vocab_size=50_000)
+    forge(path, {"vocab_size": 50_000})
     byte = BLOCK + 4 * 3
     place = rf"a.tokens: .*file has, in document 1 at offset 1 \(byte {byte} of the file\)"
     message = f"{place}, token 70000 outside its vocabulary of 50000"
@@ -325,10 +326,10 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_document_and_place(tmp
         with pytest.raises(DataError, match=message) as caught:
             check(path)
         assert (caught.value.got, caught.value.want, caught.value.code) == (70_000, 50_000, 65)
-    forge(path, vocab_size=70_000)  # the largest of these is 69,999
+    forge(path, {"vocab_size": 70_000})  # the largest of these is 69,999
     with pytest.raises(DataError, match="token 70000 outside its vocabulary of 70000"):
         open_tokens(path)
-    forge(path, vocab_size=70_001)
+    forge(path, {"vocab_size": 70_001})
     assert open_tokens(path).vocab_size == 70_001
     open_tokens(path, check="none")
 
@@ -354,21 +355,21 @@ def test_another_kind_of_file_with_the_suffix_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("documents", "arguments", "message"),
+    ("documents", "write", "message"),
     [
-        ([], {}, "no documents to write"),
-        ([[1], [5, -1]], {}, r"document 1 has token -1 at 1, outside \[0, 4294967296\)"),
-        ([[1], [2**32]], {}, "document 1 has token 4294967296 at 0"),
-        ([[300]], {"dtype": "uint8"}, r"token 300 at 0, outside \[0, 256\)"),
-        ([[99, 100]], {"vocab_size": 100}, r"token 100 at 1, outside \[0, 100\)"),
-        ([[1.5]], {}, "document 0 must be integers"),
-        ([["a"]], {}, "document 0 must be integers"),
-        ([[[1]]], {}, "one dimension"),
+        ([], write_corpus, "no documents to write"),
+        ([[1], [5, -1]], write_corpus, r"document 1 has token -1 at 1, outside \[0, 4294967296\)"),
+        ([[1], [2**32]], write_corpus, "document 1 has token 4294967296 at 0"),
+        ([[300]], partial(write_corpus, dtype="uint8"), r"token 300 at 0, outside \[0, 256\)"),
+        ([[99, 100]], partial(write_corpus, vocab_size=100), r"100 at 1, outside \[0, 100\)"),
+        ([[1.5]], write_corpus, "document 0 must be integers"),
+        ([["a"]], write_corpus, "document 0 must be integers"),
+        ([[[1]]], write_corpus, "one dimension"),
     ],
 )
-def test_bad_documents_are_refused_and_nothing_is_left(tmp_path, documents, arguments, message):
+def test_bad_documents_are_refused_and_nothing_is_left(tmp_path, documents, write, message):
     with pytest.raises(DataError, match=message):
-        write_corpus(tmp_path / "a.tokens", documents, **arguments)
+        write(tmp_path / "a.tokens", documents)
     assert list(tmp_path.iterdir()) == []
 
 

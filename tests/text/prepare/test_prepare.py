@@ -1,4 +1,4 @@
-"""Text becomes the same token file, whoever worked on it and however often it was stopped."""
+"""Text becomes the same token file, whatever process wrote it and however often it stopped."""
 
 import fcntl
 import functools
@@ -16,7 +16,7 @@ import time
 import warnings
 from argparse import ArgumentParser
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,11 +36,11 @@ from trainkit.post.evaluation.columns import make_logprob_columns, score_corpus
 from trainkit.post.evaluation.score import ExampleScores
 from trainkit.text.chat import (
     CHATML_SPECIAL,
-    TEMPLATES,
     encode_chat,
     make_chat_encoder,
     template_hash,
 )
+from trainkit.text.chat.templates import TEMPLATES
 from trainkit.text.corpora import open_conversations
 from trainkit.text.corpora.records import read_records
 from trainkit.text.corpora.text_files import TEXT_SUFFIXES
@@ -51,12 +51,12 @@ from trainkit.text.prepare.prepare import PrepareProgress, prepare_corpus
 from trainkit.text.tokenizers import (
     encode_document,
     make_byte_tokenizer,
-    make_text_encoder,
     open_tokenizer,
     save_tokenizer,
     tokenizer_hash,
     train_bpe,
 )
+from trainkit.text.tokenizers.documents import make_text_encoder
 from trainkit.tools.commands import prepare as command
 from trainkit.types import Column, ConfigError, DataError, DiskError
 
@@ -212,9 +212,9 @@ def test_what_is_left_out_is_told_and_two_kinds_of_files_are_refused(source, out
     write_tree(source)
     (source / "b" / "page.html").write_text("x")
     (source / "c" / "link").symlink_to(source / "b")
-    told = []
-    run(source, out, log=told.append)
-    assert told[0] == (
+    messages = []
+    run(source, out, log=messages.append)
+    assert messages[0] == (
         f"{source}: 1 file of another kind is left out, such as b/page.html; "
         "1 linked folder is left out, such as c/link"
     )
@@ -304,7 +304,7 @@ def test_a_run_that_is_killed_anywhere_goes_on_and_gives_the_same_file(source, o
     run(path, out)
     want = out.read_bytes()
     out.write_bytes(b"old")
-    ended = kept = 0
+    ended = reused = 0
 
     def killed(event):
         die_at(event)
@@ -315,12 +315,12 @@ def test_a_run_that_is_killed_anywhere_goes_on_and_gives_the_same_file(source, o
         if not ended:
             break
         assert out.read_bytes() in (b"old", want)
-        kept += run(path, out).parts_reused
+        reused += run(path, out).parts_reused
         assert out.read_bytes() == want
         assert names_in(out.parent) == ["a.tokens"]
         out.write_bytes(b"old")
     assert event > 20
-    assert kept > event / 4  # finished parts are not made again
+    assert reused > event / 4  # finished parts are not made again
 
 
 def stop_after(count):
@@ -333,16 +333,16 @@ def stop_after(count):
 
 
 def test_an_interrupted_run_keeps_its_parts_and_says_so(source, out):
-    path, said = lines(source), []
+    path, messages = lines(source), []
     with pytest.raises(KeyboardInterrupt):
         run(path, out, progress=stop_after(2))
     assert names_in(out.parent) == ["a.tokens.parts"]
     assert len(names_in(out.parent / "a.tokens.parts")) == 4
     shown = []
-    done = run(path, out, log=said.append, progress=shown.append)
+    done = run(path, out, log=messages.append, progress=shown.append)
     assert done.parts_reused == 2
-    assert "going on with 2 of 3 parts" in said[0]
-    assert len(said) == 2  # that, and the joining
+    assert "going on with 2 of 3 parts" in messages[0]
+    assert len(messages) == 2  # that, and the joining
     (last,) = shown
     assert 0 < last.reused_bytes < last.bytes == last.total_bytes == path.stat().st_size
     assert (last.documents, last.tokens) == (done.documents, done.tokens)
@@ -370,29 +370,39 @@ def change_facts(path):
 
 
 @pytest.mark.parametrize(
-    ("change", "options", "found"),
+    ("change", "run_again", "found"),
     [
-        (change_file, {}, (1, "a/0.txt changed")),
-        (change_part, {}, (1, "changed after it was written")),
-        (swap_part, {}, (1, "part_00000000.tokens is not the file that was written")),
-        (change_facts, {}, (1, "part_00000000.json is damaged")),
-        (bool, {"tokenizer": make_byte_tokenizer(["x"])}, (0, "tokenizer changed from")),
-        (bool, {"field": "body"}, (0, "encode changed from 'field text' to 'field body'")),
-        (bool, {"chunk_bytes": 150}, (1, "end changed from")),
+        (change_file, run, (1, "a/0.txt changed")),
+        (change_part, run, (1, "changed after it was written")),
+        (swap_part, run, (1, "part_00000000.tokens is not the file that was written")),
+        (change_facts, run, (1, "part_00000000.json is damaged")),
+        (
+            bool,
+            functools.partial(run, tokenizer=make_byte_tokenizer(["x"])),
+            (0, "tokenizer changed from"),
+        ),
+        (bool, functools.partial(run, chunk_bytes=150), (1, "end changed from")),
     ],
 )
-def test_parts_of_something_else_are_made_anew(change, options, found, source, out):
-    said, (kept, reason) = [], found
+def test_parts_of_something_else_are_made_anew(change, run_again, found, source, out):
+    messages = []
+    reused, reason = found
     with pytest.raises(KeyboardInterrupt):
         run(write_tree(source), out, progress=stop_after(2))
     change(source)
-    if "field" in options:  # it fails only after the parts were looked at
-        with pytest.raises(DataError, match="there is no field 'body'"):
-            run(source, out, log=said.append, **options)
-    else:
-        assert run(source, out, log=said.append, **options).parts_reused == kept
-        assert texts_of(out) == [record["text"] for _, record in read_records(source)]
-    assert reason in said[1]
+    assert run_again(source, out, log=messages.append).parts_reused == reused
+    assert reason in messages[1]
+    assert texts_of(out) == [record["text"] for _, record in read_records(source)]
+
+
+def test_parts_of_another_field_are_made_anew(source, out):
+    messages = []
+    with pytest.raises(KeyboardInterrupt):
+        run(write_tree(source), out, progress=stop_after(2))
+    # It fails only after it has compared the parts.
+    with pytest.raises(DataError, match="there is no field 'body'"):
+        run(source, out, log=messages.append, field="body")
+    assert "encode changed from 'field text' to 'field body'" in messages[1]
 
 
 def test_an_encoder_that_changed_makes_parts_anew(source, out):
@@ -421,13 +431,13 @@ def other_format(_, monkeypatch):
 
 @pytest.mark.parametrize("change", [another_version, other_code, other_format])
 def test_parts_of_another_trainkit_are_made_anew(change, source, out, monkeypatch):
-    path, said = lines(source), []
+    path, messages = lines(source), []
     with pytest.raises(KeyboardInterrupt):
         run(path, out, progress=stop_after(2))
     change(source, monkeypatch)
-    assert run(path, out, log=said.append).parts_reused == 0
-    assert "changed from" in said[1]
-    assert said[1].split(": ")[-1].startswith(("trainkit", "format"))
+    assert run(path, out, log=messages.append).parts_reused == 0
+    assert "changed from" in messages[1]
+    assert messages[1].split(": ")[-1].startswith(("trainkit", "format"))
 
 
 def test_a_trainkit_that_is_not_installed_still_knows_its_code(tmp_path, monkeypatch):
@@ -664,10 +674,12 @@ def test_a_folder_that_does_not_reach_the_disk_is_named_and_leaves_nothing_open(
     assert sorted(Path("/proc/self/fd").iterdir()) == before
 
 
-@pytest.mark.parametrize("options", [{"workers": 0}, {"chunk_bytes": 0}])
-def test_numbers_out_of_range_are_refused(options, source, out):
+@pytest.mark.parametrize(
+    "run_wrongly", [functools.partial(run, workers=0), functools.partial(run, chunk_bytes=0)]
+)
+def test_numbers_out_of_range_are_refused(run_wrongly, source, out):
     with pytest.raises(ValueError, match="must be at least 1, got 0"):
-        run(lines(source), out, **options)
+        run_wrongly(lines(source), out)
 
 
 # ---------------------------------------------------------------------------------------- processes
@@ -739,8 +751,8 @@ def work(out):
 
 
 def test_processes_look_for_no_script_that_came_through_a_pipe(monkeypatch):
-    for name, said in {"__file__": "<stdin>", "__spec__": None}.items():
-        monkeypatch.setitem(vars(sys.modules["__main__"]), name, said)
+    for name, value in {"__file__": "<stdin>", "__spec__": None}.items():
+        monkeypatch.setitem(vars(sys.modules["__main__"]), name, value)
     with workers.process_pool(1) as pool:
         assert pool.submit(os.getpid).result() != os.getpid()
 
@@ -754,7 +766,7 @@ def start_one():
 
 @pytest.fixture
 def _interrupts():
-    """Hear Ctrl-C: tests that a shell has started in the background begin with it ignored."""
+    """Receive Ctrl-C: tests that a shell has started in the background begin with it ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -811,11 +823,11 @@ def test_an_error_of_a_worker_comes_as_what_it_is_or_in_its_words(name, work, so
     (chunk,) = chunks.split_source(lines(source), suffixes=[], chunk_bytes=10_000)
     with pytest.raises(kind) as caught:
         work(functools.partial(failing_at_once, name=name), chunk)
-    said = pickle.loads(pickle.dumps(caught.value))
-    assert (type(said), str(said)) == (kind, message)
+    sent = pickle.loads(pickle.dumps(caught.value))
+    assert (type(sent), str(sent)) == (kind, message)
     if kind in (DiskError, ConfigError):
         for fact in ("what", "where", "got", "want", "hint"):
-            assert getattr(said, fact) == getattr(error, fact)
+            assert getattr(sent, fact) == getattr(error, fact)
 
 
 def test_an_error_while_a_chunk_is_read_comes_in_its_words(source, out, work, monkeypatch):
@@ -846,6 +858,68 @@ def test_a_process_without_a_heartbeat_is_named(source, out, encoders):
     with pytest.raises(DataError, match=message):
         run(path, out, workers=2, timeout=2.0, make_encode=encoders.make_deadly)
     assert multiprocessing.active_children() == []
+
+
+SLOW = """
+import time
+from multiprocessing import parent_process
+
+if parent_process():
+    time.sleep(60)
+
+def make(tokenizer):
+    return tokenizer.encode
+"""
+
+
+def test_processes_that_start_no_chunk_are_reported(source, out, tmp_path, monkeypatch):
+    (tmp_path / "slow_encoders.py").write_text(SLOW)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(workers, "_MIN_START_SECONDS", 0.5)
+    make = __import__("slow_encoders").make
+    with pytest.raises(DataError, match=r"a process has started no chunk for \d+ s.*__main__"):
+        run(lines(source), out, workers=2, timeout=0.5, make_encode=make)
+    assert multiprocessing.active_children() == []
+
+
+def test_an_executor_may_start_its_chunks_late(source, out):
+    path, started = lines(source), threading.Event()
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(started.wait)
+        threading.Timer(1.0, started.set).start()
+        assert run(path, out, executor=executor, timeout=0.1).documents == len(WORDS)
+
+
+class Reaped:
+    """A process whose exit code another thread has fetched, and not yet stored."""
+
+    pid = 4711
+
+    def __init__(self, *codes):
+        self._codes = iter(codes)
+
+    @property
+    def exitcode(self):
+        return next(self._codes)
+
+
+def test_a_dead_process_is_found_once_its_exit_code_is_known(tmp_path):
+    others = [SimpleNamespace(pid=1, exitcode=code) for code in (0, -signal.SIGTERM)]
+    (tmp_path / ".at_2").write_text("process 4711 on x, at chunk 2,")
+    dead = Reaped(None, None, -signal.SIGKILL)
+    error = workers._find_dead_process([*others, dead], tmp_path)
+    assert "process 4711 on x, at chunk 2, was ended by SIGKILL" in str(error)
+    error = workers._find_dead_process(others, tmp_path)
+    assert "at chunk 2, has ended" in str(error)
+
+
+def test_a_pool_that_breaks_while_chunks_are_submitted_is_reported(source, out):
+    class Broken(ThreadPoolExecutor):
+        def submit(self, *_):
+            raise BrokenExecutor
+
+    with Broken(1) as executor, pytest.raises(DataError, match="a process has ended"):
+        run(lines(source), out, executor=executor)
 
 
 def test_processes_end_with_one_that_is_killed(tmp_path):
@@ -911,9 +985,9 @@ def test_the_command_reports_what_it_has_done(source, out, capsys):
     assert orjson.loads(orjson.dumps(report)) == report
     assert (report["documents"], report["empty_documents"]) == (len(WORDS), 2)
     assert (report["path"], report["tokenizer"]) == (str(out), "bytes")
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "100 %  9 documents" in said.err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "100 %  9 documents" in captured.err
 
 
 def test_the_command_leaves_out_and_chooses_files(source, out):
@@ -1053,13 +1127,13 @@ def test_a_template_without_a_place_for_calls_is_warned_of_and_refused_above_one
         talk = [{"messages": calls}, *[{"messages": says}] * many]
         path.write_bytes(b"".join(orjson.dumps(record) + b"\n" for record in talk))
         flags = [path, "--out", out, "--messages", "--tokenizer", model]
-        told = f"the template shows nothing of 1 of {many + 1} answers"
+        finding = f"the template shows nothing of 1 of {many + 1} answers"
         if many == 99:
             report, _ = command_line(*flags)
             assert report["counts"]["hidden_answers"] == 1
-            assert f"warning: {told}" in capsys.readouterr().err
+            assert f"warning: {finding}" in capsys.readouterr().err
         else:
-            with pytest.raises(DataError, match=f"{told}.*; take a template that shows them"):
+            with pytest.raises(DataError, match=f"{finding}.*; take a template that shows them"):
                 command_line(*flags)
     # A template that shows calls, and one that takes the thoughts out of words, hide nothing.
     report, _ = command_line(*flags, "--template", "qwen3")
@@ -1129,10 +1203,10 @@ def test_counts_of_parts_add_up_in_any_process_and_after_a_stop(source, out, wor
     path, tokenizer = talks(source), make_byte_tokenizer(CHATML_SPECIAL)
     make = functools.partial(make_chat_encoder, max_length=35, overlong="drop")
     todo = chunks.split_source(path, suffixes=[], chunk_bytes=1)
-    said = work(make, *todo, tokenizer=tokenizer)
-    found = [(part.counts["truncated"], part.counts["dropped"]) for part in said]
+    parts_of_chunks = work(make, *todo, tokenizer=tokenizer)
+    found = [(part.counts["truncated"], part.counts["dropped"]) for part in parts_of_chunks]
     assert found == [(0, 0), (1, 0), (1, 0), (0, 1)]
-    assert [part.empty_documents for part in said] == [0] * 4
+    assert [part.empty_documents for part in parts_of_chunks] == [0] * 4
     run_it = functools.partial(run, path, out, make_encode=make, tokenizer=tokenizer, chunk_bytes=1)
     with pytest.raises(KeyboardInterrupt):
         run_it(progress=stop_after(3))

@@ -41,7 +41,7 @@ def steps_of(documents=DOCUMENTS, cursor=Cursor(), *, rows=5, **changes):  # noq
     return pack_few(make_document_opener(lambda: iter(documents)), cursor, rows=rows, **changes)
 
 
-def deal(step, rows_per_microbatch, share=Share(0, 1)):  # noqa: B008 (immutable)
+def split_step(step, rows_per_microbatch, share=Share(0, 1)):  # noqa: B008 (immutable)
     rows = range(len(step.packed))
     data_shard = DataShard(share)
     parts = make_microbatches(
@@ -99,7 +99,7 @@ def test_a_stream_goes_on_from_every_cursor_bit_for_bit(overlong):
     assert len(steps) > 2
 
     def deals(step):
-        return [deal(step, 2, share) for share in (Share(0, 1), Share(1, 3))]
+        return [split_step(step, 2, share) for share in (Share(0, 1), Share(1, 3))]
 
     want = [deals(step) for step in steps]
     cursors = [Cursor(), *(step.cursor for step in steps)]
@@ -114,20 +114,20 @@ def test_a_stream_goes_on_from_every_cursor_bit_for_bit(overlong):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_the_global_batch_of_a_stream_is_the_same_for_every_number_of_ranks(ranks):
     for step in islice(steps_of(), 4):
-        parts = [deal(step, 1, Share(r, ranks)) for r in range(ranks)]
+        parts = [split_step(step, 1, Share(r, ranks)) for r in range(ranks)]
         hashes = sum(int(batch_hash(part.microbatches)) for part in parts)
-        whole = deal(step, 5)
+        whole = split_step(step, 5)
         assert (hashes - int(batch_hash(whole.microbatches))) % 2**64 == 0
 
 
 def test_a_step_that_is_not_full_is_filled_with_blank_rows_that_count_for_nothing():
     steps = list(steps_of(documents_of([16] * 7)))
-    (last,) = deal(steps[-1], 5).microbatches
+    (last,) = split_step(steps[-1], 5).microbatches
     assert (last.document_ids[:2] >= 0).all()
     assert (last.document_ids[2:] == -1).all()
     assert (last.labels[2:] == -100).all()
     short = list(steps_of(documents_of([16] * 7), rows=1))[5:]
-    parts = [deal(step, 1).microbatches[0] for step in short]
+    parts = [split_step(step, 1).microbatches[0] for step in short]
     assert torch.equal(torch.cat([part.input_ids for part in parts]), last.input_ids[:2])
 
 
@@ -208,9 +208,9 @@ def test_tokens_that_are_not_trained_on_stay_so():
     sizes = [20, 7, 40, 3]
     samples = [Sample(x, x % 3 == 0) for x in documents_of(sizes)]
     for step in steps_of(samples, multiple_of=4):
-        for batch in deal(step, 1).microbatches:
-            asked = batch.labels[batch.labels >= 0]
-            assert (asked % 3 == 0).all()
+        for batch in split_step(step, 1).microbatches:
+            trained_labels = batch.labels[batch.labels >= 0]
+            assert (trained_labels % 3 == 0).all()
             follows = (batch.document_ids[:, 1:] == batch.document_ids[:, :-1]) & (
                 batch.input_ids[:, 1:] == batch.input_ids[:, :-1] + 1
             )
@@ -220,7 +220,7 @@ def test_tokens_that_are_not_trained_on_stay_so():
 
 def test_a_stream_can_be_prefetched_from_any_cursor():
     def batches_from(cursor):
-        return (deal(step, 5) for step in steps_of(cursor=cursor))
+        return (split_step(step, 5) for step in steps_of(cursor=cursor))
 
     want = list(batches_from(Cursor()))
     for first in (0, 3):
@@ -236,7 +236,7 @@ def test_a_batch_maker_reads_on_and_begins_anew_only_at_another_cursor():
 
     def batches_from(cursor):
         opened.append(cursor.batch)
-        return (deal(step, 5) for step in steps_of(cursor=cursor))
+        return (split_step(step, 5) for step in steps_of(cursor=cursor))
 
     make_batch = make_stream_reader(batches_from)
     first = make_batch(Cursor())
@@ -253,7 +253,7 @@ def test_a_batch_maker_that_failed_begins_anew_instead_of_saying_that_the_source
         for step in steps_of(cursor=cursor):
             if step.cursor.batch == 2 and failures:
                 raise failures.pop()
-            yield deal(step, 5)
+            yield split_step(step, 5)
 
     make_batch = make_stream_reader(batches_from)
     cursor = make_batch(Cursor()).cursor
@@ -263,26 +263,32 @@ def test_a_batch_maker_that_failed_begins_anew_instead_of_saying_that_the_source
 
 
 @pytest.mark.parametrize(
-    ("documents", "changes", "message"),
+    ("documents", "message"),
     [
-        ([[1], [2, -3]], {}, "document 1 has token -3 at 1"),
-        ([[1], [2, 300]], {"vocab_size": 300}, r"document 1 has token 300 at 1, outside \[0, 300"),
-        ([[1], [[2]]], {}, "document 1 must be integers in one dimension"),
-        ([[1], [0.5]], {}, "document 1 must be integers"),
-        ([[1], Sample(np.arange(2), np.ones(2, bool))], {}, "document 1 is a Sample, unlike"),
-        ([[1], [2] * 17], {"overlong": "error"}, "document 1 has 17 tokens; the capacity is 16"),
-        ([[1]], {"cursor": Cursor(1, (3, 0, 0, 0, 0, 0))}, "ends after 1 doc.* document 3"),
-        (
-            [[1]],
-            {"cursor": Cursor(1, (1, 16, 0, 0, 0, 0))},
-            "token 16 of document 1, .* ends before",
-        ),
-        ([[1], [2]], {"cursor": Cursor(1, (1, 16, 0, 0, 0, 0))}, "token 16 of document 1, which"),
+        ([[1], [2, -3]], "document 1 has token -3 at 1"),
+        ([[1], [2, 300]], r"document 1 has token 300 at 1, outside \[0, 300"),
+        ([[1], [[2]]], "document 1 must be integers in one dimension"),
+        ([[1], [0.5]], "document 1 must be integers"),
+        ([[1], Sample(np.arange(2), np.ones(2, bool))], "document 1 is a Sample, unlike"),
+        ([[1], [2] * 17], "document 1 has 17 tokens; the capacity is 16"),
     ],
 )
-def test_documents_that_cannot_be_are_named(documents, changes, message):
+def test_documents_that_cannot_be_are_named(documents, message):
     with pytest.raises(DataError, match=message):
-        list(steps_of(documents, **changes))
+        list(steps_of(documents, vocab_size=300, overlong="error"))
+
+
+@pytest.mark.parametrize(
+    ("documents", "stream", "message"),
+    [
+        ([[1]], (3, 0, 0, 0, 0, 0), "ends after 1 doc.* document 3"),
+        ([[1]], (1, 16, 0, 0, 0, 0), "token 16 of document 1, .* ends before"),
+        ([[1], [2]], (1, 16, 0, 0, 0, 0), "token 16 of document 1, which"),
+    ],
+)
+def test_a_cursor_beyond_the_documents_is_refused(documents, stream, message):
+    with pytest.raises(DataError, match=message):
+        list(steps_of(documents, Cursor(1, stream)))
 
 
 def inside():
@@ -300,26 +306,32 @@ def changed(number, document):
 
 
 TOKENS = np.arange(8 * 16, 9 * 16)  # of document 8
+reseeded = partial(steps_of, seed=4)
+widened = partial(steps_of, capacity=32)
 
 
 @pytest.mark.parametrize(
-    ("documents", "changes", "found"),
+    ("documents", "steps", "found"),
     [
-        (changed(8, [TOKENS[::-1]]), {}, "document 16 and has 128 tokens in 8 rows"),
-        (changed(15, [TOKENS]), {}, "document 16 and has 128 tokens in 8 rows"),
-        (changed(8, [TOKENS[:8], TOKENS[8:]]), {}, "document 17 and has 128 tokens in 8 rows"),
-        (changed(16, [[], TOKENS]), {}, "document 17 and has 128 tokens in 8 rows"),
-        (changed(8, [TOKENS[1:]]), {}, "document 17 and has 143 tokens in 9 rows"),
-        (documents_of([16] * 11), {}, "document 11 and has 48 tokens in 3 rows"),
-        (documents_of([16] * 24), {"seed": 4}, "document 16 and has 128 tokens in 8 rows"),
-        (documents_of([16] * 24), {"capacity": 32}, "document 24 and has 256 tokens in 8 rows"),
+        (changed(8, [TOKENS[::-1]]), steps_of, "document 16 and has 128 tokens in 8 rows"),
+        (changed(15, [TOKENS]), steps_of, "document 16 and has 128 tokens in 8 rows"),
+        (
+            changed(8, [TOKENS[:8], TOKENS[8:]]),
+            steps_of,
+            "document 17 and has 128 tokens in 8 rows",
+        ),
+        (changed(16, [[], TOKENS]), steps_of, "document 17 and has 128 tokens in 8 rows"),
+        (changed(8, [TOKENS[1:]]), steps_of, "document 17 and has 143 tokens in 9 rows"),
+        (documents_of([16] * 11), steps_of, "document 11 and has 48 tokens in 3 rows"),
+        (documents_of([16] * 24), reseeded, "document 16 and has 128 tokens in 8 rows"),
+        (documents_of([16] * 24), widened, "document 24 and has 256 tokens in 8 rows"),
     ],
 )
-def test_a_window_that_has_changed_since_its_cursor_was_saved_is_refused(documents, changes, found):
+def test_a_window_that_has_changed_since_its_cursor_was_saved_is_refused(documents, steps, found):
     cursor = inside()
     message = f"row 4 of the window from document 8 on, .* {found}, .* instead of .*: give the"
     with pytest.raises(DataError, match=message) as error:
-        next(steps_of(documents, cursor, rows=4, **changes))
+        next(steps(documents, cursor, rows=4))
     assert (error.value.where, error.value.want) == ("document 8", cursor.stream[-1])
 
 
@@ -380,7 +392,7 @@ def test_an_error_of_the_source_arrives_as_it_was_raised_and_names_the_document(
 
     def batches_from(cursor):
         steps = pack_few(make_document_opener(lambda: breaking(broken, error)), cursor)
-        return (deal(step, 4) for step in steps)
+        return (split_step(step, 4) for step in steps)
 
     with prefetch_batches(make_stream_reader(batches_from), cursor) as next_batch:
         for _ in range(2):  # the second call raises it again
@@ -391,16 +403,16 @@ def test_an_error_of_the_source_arrives_as_it_was_raised_and_names_the_document(
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("start", "message"),
     [
-        ({"rows": 0}, "rows and buffer_rows must be at least 1, got 0 and 8"),
-        ({"buffer_rows": 0}, "got 5 and 0"),
-        ({"capacity": 0}, "capacity must be"),
-        ({"multiple_of": 3}, "capacity 16 is no multiple of"),
-        ({"overlong": "cut"}, "overlong must be"),
-        ({"cursor": Cursor(3, (1, 2))}, r"holds 6 integers, got \(1, 2\)"),
+        (partial(steps_of, rows=0), "rows and buffer_rows must be at least 1, got 0 and 8"),
+        (partial(steps_of, buffer_rows=0), "got 5 and 0"),
+        (partial(steps_of, capacity=0), "capacity must be"),
+        (partial(steps_of, multiple_of=3), "capacity 16 is no multiple of"),
+        (partial(steps_of, overlong="cut"), "overlong must be"),
+        (partial(steps_of, cursor=Cursor(3, (1, 2))), r"holds 6 integers, got \(1, 2\)"),
     ],
 )
-def test_bad_arguments_are_refused_before_a_document_is_read(changes, message):
+def test_bad_arguments_are_refused_before_a_document_is_read(start, message):
     with pytest.raises(ValueError, match=message):
-        steps_of(iter([]), **changes)
+        start(iter([]))

@@ -81,8 +81,8 @@ WAYS = {
 def test_a_folder_opens_with_the_ids_of_transformers(way, tmp_path):
     made = WAYS[way]()
     made.save(str(tmp_path / "tokenizer.json"))
-    said = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said | {"legacy": False}))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"legacy": False}))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     ours = open_tokenizer(tmp_path)
     begins = made.post_processor is not None

@@ -16,7 +16,8 @@ from trainkit.mesh import solo_parallel
 from trainkit.models import DecoderConfig, Experts, Latents, Sliding, build_decoder
 from trainkit.models.config import parameter_shapes
 from trainkit.optim import make_optimizer
-from trainkit.post.adapters import Freeze, Lora, can_shard_bytes, lora, quantized, select_frozen
+from trainkit.post.adapters import Freeze, Lora, lora, quantized, select_frozen
+from trainkit.post.adapters.frozen import can_shard_bytes
 from trainkit.tools.planning import Job, estimate_memory
 from trainkit.tools.planning.activations import list_results
 from trainkit.tools.planning.traffic import estimate_traffic

@@ -11,21 +11,22 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trainkit import evaluation, hub
+from trainkit import hub
 from trainkit.__main__ import main
 from trainkit.batch import batch_from_rows
 from trainkit.mesh import solo_parallel
 from trainkit.models import build_decoder, call_model, call_routed, make_decoder_config
 from trainkit.models.decoder import whole_logits
+from trainkit.post.evaluation.examples import encode_continuation
 from trainkit.text.chat import (
     JINJA_SOURCES,
-    TEMPLATES,
     encode_chat,
     find_stop_ids,
     make_jinja_template,
     read_stop_ids,
     read_template,
 )
+from trainkit.text.chat.templates import TEMPLATES
 from trainkit.text.tokenizers import (
     encode_document,
     open_tokenizer,
@@ -202,7 +203,7 @@ def test_a_run_and_its_export_are_given_the_same_ids(name, tmp_path, capsys):
     assert folder.adds_bos
     for text in ("lowest é", ""):
         pairs = [
-            evaluation.encode_continuation(each.tokenizer, text, " more", add_bos=each.adds_bos)
+            encode_continuation(each.tokenizer, text, " more", add_bos=each.adds_bos)
             for each in (run, folder)
         ]
         assert pairs[0] == pairs[1]

@@ -15,7 +15,7 @@ from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, build_decoder, call_model, call_routed
 from trainkit.models.decoder import whole_logits
 from trainkit.models.decoder_sizes import config_from_facts, list_decoder_sizes, make_decoder_config
-from trainkit.parallel import build_stages, problems
+from trainkit.parallel import build_stages, check_layout
 from trainkit.tools.testing.builtin import decoder_batch
 from trainkit.types import BatchShape, CheckpointError, ConfigError, Layout, TrainState
 from trainkit.weights.checkpoint import save_checkpoint
@@ -315,8 +315,8 @@ def test_longrope_chooses_its_factors_once_by_the_context(tmp_path):
         assert config_from_facts(orjson.loads(orjson.dumps(attrs.asdict(folder.config)))) == (
             folder.config
         )
-        (found,) = problems(Layout(), folder.config, BatchShape(row_length=8, rows=1), world=1)
-        assert f"the model has a context of {folder.config.reach}; set row_length" in str(found)
+        with pytest.raises(ConfigError, match=f"context of {folder.config.reach}; set row_length"):
+            check_layout(Layout(), folder.config, BatchShape(row_length=8, rows=1), world=1)
     assert hub.read_init_config(tmp_path, vocab_size=64, context=8).rope_scaling.context == 8
     for file, data in hub.make_tokenizer_files("bytes").items():
         (tmp_path / file).write_bytes(data)

@@ -8,87 +8,55 @@ how linear layers compute.
 """
 
 from trainkit.post.adapters.aqn import add_quantization_noise
-from trainkit.post.adapters.base import adapter_facts, exclude_frozen_, open_base_weights
+from trainkit.post.adapters.base import exclude_frozen_, open_base_weights
 from trainkit.post.adapters.export import (
-    SavedAdapters,
     export_peft,
-    merge_run,
-    merge_weights,
-    read_adapters,
 )
 from trainkit.post.adapters.fake import (
-    LINEARS,
     fake_quantize,
     make_linear_transforms,
     quantize_model_,
 )
 from trainkit.post.adapters.float8 import float8
 from trainkit.post.adapters.formats import (
-    NF4_VALUES,
-    QuantizationFormat,
-    Quantized,
-    add_low_rank,
     dequantize,
     quantize,
     quantize_dequantize,
 )
 from trainkit.post.adapters.freeze import Freeze, apply_freeze_, make_freeze_facts, select_frozen
 from trainkit.post.adapters.frozen import (
-    QuantizationSpec,
-    can_shard_bytes,
-    dequantized,
-    get_quantizations,
     quantized,
-    round_weights,
 )
 from trainkit.post.adapters.lowrank import Lora, select_adapter_
 from trainkit.post.adapters.merge import merge_adapters_, restart_adapters_, use_merged_adapters
-from trainkit.post.adapters.peft import LowRankFactors, PeftAdapter, read_peft, to_peft
+from trainkit.post.adapters.peft import read_peft
 from trainkit.post.adapters.trained import build_trained_stages
 from trainkit.post.adapters.transform import lora, problems
 
 __all__ = [
-    "LINEARS",
-    "NF4_VALUES",
     "Freeze",
     "Lora",
-    "LowRankFactors",
-    "PeftAdapter",
-    "QuantizationFormat",
-    "QuantizationSpec",
-    "Quantized",
-    "SavedAdapters",
-    "adapter_facts",
-    "add_low_rank",
     "add_quantization_noise",
     "apply_freeze_",
     "build_trained_stages",
-    "can_shard_bytes",
     "dequantize",
-    "dequantized",
     "exclude_frozen_",
     "export_peft",
     "fake_quantize",
     "float8",
-    "get_quantizations",
     "lora",
     "make_freeze_facts",
     "make_linear_transforms",
     "merge_adapters_",
-    "merge_run",
-    "merge_weights",
     "open_base_weights",
     "problems",
     "quantize",
     "quantize_dequantize",
     "quantize_model_",
     "quantized",
-    "read_adapters",
     "read_peft",
     "restart_adapters_",
-    "round_weights",
     "select_adapter_",
     "select_frozen",
-    "to_peft",
     "use_merged_adapters",
 ]

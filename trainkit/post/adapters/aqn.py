@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -77,62 +77,55 @@ def add_quantization_noise(
                 where=name,
                 got=scale,
             )
-    matrices = _find_quantized(stages, weights) if weights else []
-    norm_scales = _find_norms(stages, norms) if norms else []
-    for module, name, codes in matrices:
-        noise = Noise(
-            _make_noise_key(seed, step, name, codes),
-            torch.full((), weights, dtype=torch.float32, device=codes.device),
-            _find_first_row(codes),
-        )
-        module.noises = {**vars(module).get("noises", {}), name.rpartition(".")[2]: noise}
-    # A copy is restored, since x + n - n need not be x.
-    before = [(p, get_local(p.data).clone()) for _, p in norm_scales]
-    _reshard_(stages if norm_scales else [])
-    with torch.no_grad():
-        for name, p in norm_scales:
-            box = get_local_box(p)
-            if box.local.numel():
-                key = _make_noise_key(seed, step, name, p)
-                box.local.add_(normal_by_quantile(key, box.local.shape, box.offset) * norms)
-    try:
+    with ExitStack() as stack:
+        if weights:
+            stack.enter_context(_add_matrix_noise(stages, seed, step, weights))
+        if norms:
+            stack.enter_context(_add_norm_noise(stages, seed, step, norms))
         yield
-    finally:
-        for module, _, _ in matrices:
-            vars(module).pop("noises", None)
-        _reshard_(stages if norm_scales else [])
-        for p, bits in before:
-            get_local(p.data).copy_(bits)
 
 
-def _find_quantized(
-    stages: Sequence[nn.Module], scale: float
-) -> list[tuple[Any, str, nn.Parameter]]:
-    """Return (module, name in the whole model, codes) of each quantized matrix."""
-    found = [
+@contextmanager
+def _add_matrix_noise(
+    stages: Sequence[nn.Module], seed: int, step: int, scale: float
+) -> Iterator[None]:
+    """Give the forward pass of quantized modules noise of a scale in half steps."""
+    matrices: list[tuple[Any, str, nn.Parameter]] = [  # with the names in the whole model
         (module, canonical_name(f"{path}.{key}" if path else key), module.get_parameter(key))
         for stage in stages
         for path, module in stage.named_modules()
         for key in vars(module).get("packings", {})
     ]
-    if not found:
+    if not matrices:
         raise ConfigError(
             f"add_quantization_noise: weights is {scale}, and no matrix is quantized on this rank; "
             "put quantized() in the plan",
             where="weights",
             got=scale,
         )
-    return found
+    # The codes stay as they are: a forward pass adds noise to what it dequantizes from them.
+    for module, name, codes in matrices:
+        noise = Noise(
+            _make_noise_key(seed, step, name, codes),
+            torch.full((), scale, dtype=torch.float32, device=codes.device),
+            _find_first_row(codes),
+        )
+        module.noises = {**vars(module).get("noises", {}), name.rpartition(".")[2]: noise}
+    try:
+        yield
+    finally:
+        for module, _, _ in matrices:
+            vars(module).pop("noises", None)
 
 
-def _find_norms(stages: Sequence[nn.Module], scale: float) -> list[tuple[str, nn.Parameter]]:
-    """Return the norms before attention and MLP, which must be frozen.
-
-    The end of the block restores a norm, and would undo a step that trained it.
-    """
+@contextmanager
+def _add_norm_noise(
+    stages: Sequence[nn.Module], seed: int, step: int, scale: float
+) -> Iterator[None]:
+    """Add noise to the scales of the norms before attention and MLP, which must be frozen."""
     named = [(x, p) for x, p in get_named_parameters(stages).items() if _NORMS.fullmatch(x)]
     trained = [name for name, p in named if p.requires_grad]
-    if trained:
+    if trained:  # the end of the block would undo a step that trains it
         raise ConfigError(
             f"add_quantization_noise: norms is {scale}, and {trained[0]} is trained on this rank; "
             "noise is for what is frozen; set norms to 0",
@@ -146,7 +139,21 @@ def _find_norms(stages: Sequence[nn.Module], scale: float) -> list[tuple[str, nn
             where="norms",
             got=scale,
         )
-    return named
+    # A copy is restored, since x + n - n need not be x.
+    before = [(p, get_local(p.data).clone()) for _, p in named]
+    _reshard_(stages)
+    with torch.no_grad():
+        for name, p in named:
+            box = get_local_box(p)
+            if box.local.numel():  # FSDP may leave a rank no part of a small tensor
+                key = _make_noise_key(seed, step, name, p)
+                box.local.add_(normal_by_quantile(key, box.local.shape, box.offset) * scale)
+    try:
+        yield
+    finally:
+        _reshard_(stages)
+        for p, bits in before:
+            get_local(p.data).copy_(bits)
 
 
 def _reshard_(stages: Sequence[nn.Module]) -> None:
@@ -170,6 +177,6 @@ def _find_first_row(codes: Any) -> tuple[int, ...]:
     for axis in {"tp", "ep"}.intersection(getattr(mesh, "mesh_dim_names", None) or ()):
         placement = codes.placements[mesh.mesh_dim_names.index(axis)]
         if placement.is_shard():
-            part = codes.shape[placement.dim] // mesh[axis].size()
-            offset[placement.dim] = mesh.get_local_rank(axis) * part
+            local_size = codes.shape[placement.dim] // mesh[axis].size()
+            offset[placement.dim] = mesh.get_local_rank(axis) * local_size
     return tuple(offset[:-1])

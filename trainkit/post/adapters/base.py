@@ -54,8 +54,7 @@ def exclude_frozen_(
         (16, 'runs/pretrain')
     """
     stages = modules_of(stages)
-    named = get_named_parameters(stages)
-    for p in named.values():
+    for p in get_named_parameters(stages).values():
         mark_base_(p, is_base=not p.requires_grad)
     facts = adapter_facts(stages, axis=ps.world)
     return {"base": hash_base(stages, ps), "base_from": source and str(source), **facts}
@@ -121,10 +120,11 @@ def open_base_weights(path: Path | str, *, axis: Axis = SOLO) -> Weights:
     if read_format(Path(path)) == WEIGHTS:
         return open_weights(path, axis=axis)
     # One rank searches: a checkpoint that appears meanwhile must not divide the ranks.
-    found = run_on_all_ranks(lambda: str(find_checkpoint(path)) if axis.index == 0 else "", axis)
-    checkpoint = found[0]
+    checkpoint = run_on_all_ranks(
+        lambda: str(find_checkpoint(path)) if axis.index == 0 else "", axis
+    )[0]
     facts = read_facts(checkpoint)
-    if "base" in facts:
+    if "base" in facts:  # by exclude_frozen_: the base is not among the run's tensors
         raise CheckpointError(
             f"open_base_weights: {checkpoint} holds only adapters, of a base at "
             f"{facts.get('base_from')}",

@@ -35,7 +35,7 @@ from trainkit.weights.checkpoint.tensor_files import Stored
 from trainkit.weights.hub.configs import get_family, match_family
 from trainkit.weights.hub.folder import is_hf_folder, open_folder
 
-_AT_ONCE = 1 << 22  # elements
+_MAX_ELEMENTS = 1 << 22  # of a base that are read and hashed at a time
 
 
 @attrs.frozen(eq=False)
@@ -87,31 +87,25 @@ def read_adapters(checkpoint: Path | str, *, name: str | None = None) -> SavedAd
             want=name,
         )
     selected = name or names[0]
-    loras = tuple(one for one in loras if one.name == selected)
+    loras = tuple(spec for spec in loras if spec.name == selected)
     parts: dict[str, dict[str, Tensor]] = {}
     for full_key, x in tensors.items():
         if f".{CHILD}." in full_key:
             matrix, adapter_name, key = split_name(full_key)
             if adapter_name == selected:
                 parts.setdefault(matrix, {})[key] = x
-    factors = {
-        matrix: LowRankFactors(x["a"], x["b"], _find_lora(matrix, loras).scale, x.get("magnitude"))
-        for matrix, x in parts.items()
-    }
+    factors: dict[str, LowRankFactors] = {}
+    for matrix, x in parts.items():
+        matching = [spec for spec in loras if re.fullmatch(spec.modules, matrix)]
+        if len(matching) != 1:
+            raise CheckpointError(
+                f"read_adapters: {len(matching)} specifications in the facts of the run match "
+                f"{matrix}, not one",
+                where=matrix,
+            )
+        factors[matrix] = LowRankFactors(x["a"], x["b"], matching[0].scale, x.get("magnitude"))
     whole = {key: x for key, x in tensors.items() if f".{CHILD}." not in key}
     return SavedAdapters(facts, loras, factors, whole)
-
-
-def _find_lora(matrix: str, loras: Sequence[Lora]) -> Lora:
-    """Return the specification that matches a matrix; exactly one must."""
-    found = [one for one in loras if re.fullmatch(one.modules, matrix)]
-    if len(found) != 1:
-        raise CheckpointError(
-            f"read_adapters: {len(found)} specifications in the facts of the run match "
-            f"{matrix}, not one",
-            where=matrix,
-        )
-    return found[0]
 
 
 def export_peft(
@@ -157,15 +151,15 @@ def export_peft(
         base_family = match_family(config)
     # Steps update these by counting; no optimizer trains them, and PEFT has no place for them.
     counters = (".router.load", ".router.bias")
-    drops = {one.dropout for one in saved.loras}
+    dropouts = {spec.dropout for spec in saved.loras}
     settings, tensors = to_peft(
         saved.held,
         {key: x for key, x in saved.whole.items() if not key.endswith(counters)},
         base_family,
         config,
         base=base,
-        rank_stabilised=all(one.rank_stabilised for one in saved.loras),
-        dropout=drops.pop() if len(drops) == 1 else 0.0,
+        rank_stabilised=all(spec.rank_stabilised for spec in saved.loras),
+        dropout=dropouts.pop() if len(dropouts) == 1 else 0.0,  # PEFT has one for all matrices
     )
 
     def read(key: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
@@ -234,7 +228,7 @@ def _hash_weights(
     """Return the hash of a base as `exclude_frozen_` computes it, from some rows at a time."""
     total = 0
     for name, full_shape in shapes.items():
-        for shape, offset in split_into_row_boxes(tuple(full_shape), _AT_ONCE):
+        for shape, offset in split_into_row_boxes(tuple(full_shape), _MAX_ELEMENTS):
             values = weights(name, shape, offset)
             values = values if dtype is None else values.to(dtype)
             total += hash_tensor_box(f"model/{name}", values, shape=full_shape, offset=offset)

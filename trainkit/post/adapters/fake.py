@@ -42,7 +42,7 @@ Activation = Literal["int8", "fp8_row"]
 
 
 @attrs.frozen(eq=False)
-class _Fake:
+class _Rounding:
     """How a layer's operands are rounded, and the axes that shard its sides."""
 
     name: str
@@ -51,10 +51,10 @@ class _Fake:
     inputs: Axis = SOLO
     outputs: Axis = SOLO
 
-    def __deepcopy__(self, memo: Any) -> _Fake:
+    def __deepcopy__(self, memo: Any) -> _Rounding:
         return self  # it holds process groups
 
-    def weight(self, x: Tensor) -> Tensor:
+    def round_weight(self, x: Tensor) -> Tensor:
         """Round a weight; scales of the whole matrix, or of rows, are a maximum over ranks."""
         largest = None
         if self.weights in ("nvfp4", "fp8_row"):
@@ -63,17 +63,19 @@ class _Fake:
             largest = all_max(largest, self.outputs)
         return quantize_dequantize(x, self.weights, largest=largest)
 
-    def activation(self, x: Tensor) -> Tensor:
+    def round_activation(self, x: Tensor) -> Tensor:
         """Round the input of a layer, whose features may be sharded."""
         if self.activations == "fp8_row":
             largest = all_max(largest_of(x, rows=True), self.inputs)
             return quantize_dequantize(x, "fp8_row", largest=largest)
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        ends = torch.stack([-wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)])
+        # int8 per token, asymmetric, as torchao does it: codes from -128 to 127 for the range from
+        # `-low` to `high`, which always contains 0, so that 0 has a code (`zero`) and stays 0.
+        values = x.to(torch.promote_types(x.dtype, torch.float32))
+        ends = torch.stack([-values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)])
         low, high = all_max(ends.clamp_min(0), self.inputs).unbind()
         scale = ((high + low) / 255).clamp_min(torch.finfo(torch.float32).tiny)
         zero = (-128 + (low / scale).round()).clamp(-128, 127)
-        codes = ((wide * (1 / scale)).round() + zero).clamp(-128, 127)
+        codes = ((values * (1 / scale)).round() + zero).clamp(-128, 127)
         return ((codes - zero) * scale).to(x.dtype)
 
 
@@ -130,19 +132,20 @@ def fake_quantize(
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         del ps
-        problem = partial(_problem, weights)
+        problem = partial(_find_problem, weights)
         layers, left_out = choose_layers(module, modules, by="fake_quantize", problem=problem)
         for name, layer in layers.items():
             mixin = FakeExperts if isinstance(layer, ExpertWeights) else Fake
-            mix_in_(layer, mixin, fake=_Fake(name, weights, activations))
-        how = f"fake {weights}" + (f" on {activations}" if activations else "")
-        note_computation_(layers.values(), left_out, how)
+            mix_in_(layer, mixin, fake=_Rounding(name, weights, activations))
+        description = f"fake {weights}" + (f" on {activations}" if activations else "")
+        note_computation_(layers.values(), left_out, description)
         return module
 
     return Transform(apply, kind="rounded")
 
 
-def _problem(form: QuantizationFormat, part: nn.Module) -> str | None:
+def _find_problem(form: QuantizationFormat, part: nn.Module) -> str | None:
+    """Return why a layer cannot be quantized to a format, or None."""
     problem = None if type(part) is ExpertWeights else plain_problem(part)
     if problem:
         return problem
@@ -154,18 +157,18 @@ def _problem(form: QuantizationFormat, part: nn.Module) -> str | None:
 class Fake(nn.Module):
     """Mixin: a linear layer whose forward pass sees a rounded weight, and rounded inputs."""
 
-    fake: _Fake
+    fake: _Rounding
     weight: Tensor
     bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., I]` to `[..., O]`."""
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))
-        weight = _round_straight_through(self.weight, self.fake.weight).to(x.dtype)
+        device_type = x.device.type
+        if torch.is_autocast_enabled(device_type):
+            x = x.to(torch.get_autocast_dtype(device_type))
+        weight = _round_straight_through(self.weight, self.fake.round_weight).to(x.dtype)
         if self.fake.activations is not None:
-            x = _round_straight_through(x, self.fake.activation)
+            x = _round_straight_through(x, self.fake.round_activation)
         return nn.functional.linear(x, weight, self.bias)
 
     def cut_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
@@ -177,17 +180,20 @@ class Fake(nn.Module):
         Raises:
             ConfigError: The ranks' parts of the side are not whole blocks of the format.
         """
-        dim, form = style.cuts.get("weight"), self.fake.weights
+        dim = style.cuts.get("weight")
+        form = self.fake.weights
         if dim is None:
             return style
-        part = self.weight.shape[dim] // axis.count
-        columns = {"nf4": NF4_BLOCK * NF4_GROUP, "fp8_row": 1}.get(form, block_of(form))
-        block = columns if dim else (FP8_BLOCK if form == "fp8" else 1)
-        if part % block:
+        local_size = self.weight.shape[dim] // axis.count
+        if dim == 0:
+            block = FP8_BLOCK if form == "fp8" else 1  # of the other formats rows are independent
+        else:  # nf4 rounds scales in groups, and fp8_row takes a maximum over ranks
+            block = {"nf4": NF4_BLOCK * NF4_GROUP, "fp8_row": 1}.get(form, block_of(form))
+        if local_size % block:
             raise ConfigError(
-                f"fake_quantize: tp = {axis.count} leaves {self.fake.name!r} a side of {part}, "
-                f"and {form} has blocks of {block} there, which it would cut; lower tp, or let the "
-                "pattern of modules leave it out",
+                f"fake_quantize: tp = {axis.count} leaves {self.fake.name!r} a side of "
+                f"{local_size}, and {form} has blocks of {block} there, which it would cut; lower "
+                "tp, or let the pattern of modules leave it out",
                 where="tp",
                 got=axis.count,
             )
@@ -201,13 +207,13 @@ class Fake(nn.Module):
 class FakeExperts(ExpertWeights):
     """Mixin: experts whose products see rounded weights, and rounded inputs."""
 
-    fake: _Fake
+    fake: _Rounding
 
     def product(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
         """Multiply rows `[N, D]` with the rounded weights of their experts."""
-        weight = _round_straight_through(getattr(self, name), self.fake.weight)
+        weight = _round_straight_through(getattr(self, name), self.fake.round_weight)
         if self.fake.activations is not None:
-            rows = _round_straight_through(rows, self.fake.activation)
+            rows = _round_straight_through(rows, self.fake.round_activation)
         return grouped_product(rows, counts, weight)
 
 
@@ -271,6 +277,7 @@ def quantize_model_(
         'IntxUnpackedToInt8Tensor'
     """
     device = next(model.parameters()).device.type
+    # torchao multiplies in float8 on GPUs only.
     known = [("int4", None), ("int4", "int8"), *([("fp8_row",) * 2] if device == "cuda" else [])]
     if (weights, activations) not in known:
         raise ConfigError(
@@ -287,14 +294,13 @@ def quantize_model_(
                 "checkpoint",
                 where=name,
             )
-    for part in model.modules():
+    for part in model.modules():  # torchao quantizes plain linear layers
         for mixin in (Fake, FakeExperts):
             if isinstance(part, mixin):
                 take_out_(part, mixin)
                 del part.fake
-    layers, _ = choose_layers(
-        model, modules, by="quantize_model_", problem=partial(_problem, weights)
-    )
+    problem = partial(_find_problem, weights)
+    layers, _ = choose_layers(model, modules, by="quantize_model_", problem=problem)
     chosen = {*layers.values()}
     with quietly():
         from torchao import quantization as ao  # noqa: PLC0415 (an extra, and seconds of import)

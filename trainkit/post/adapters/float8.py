@@ -26,9 +26,10 @@ from trainkit.types import SOLO, Axis, ConfigError, ParallelState, check_choice
 Scaling = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 """Which numbers share a scale; see `float8`."""
 
-_UNIT = 16  # the hardware needs sides that are multiples of 16 bytes
-_LEAST = 2.0**-110  # the least maximum: for smaller numbers the scale would overflow in fp32
-_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_MULTIPLE = 16  # the hardware needs sides that are multiples of 16 bytes
+_MIN_LARGEST = 2.0**-110  # the scale of a smaller maximum would overflow in fp32
+_E4M3 = torch.float8_e4m3fn  # a longer mantissa, for values
+_E5M2 = torch.float8_e5m2  # a wider range, for gradients
 
 
 @attrs.frozen
@@ -52,6 +53,7 @@ class _Recipe:
 
 _ONE = (True, True)
 _ROWS = (False, False)
+# torchao's recipes of these names. "gw_hp" is "gradient of the weight in high precision".
 _RECIPES: Mapping[Scaling, _Recipe] = MappingProxyType(
     {
         "tensorwise": _Recipe(_ONE, _ONE, _ONE, gradient=_E5M2, powers=False),
@@ -62,7 +64,7 @@ _RECIPES: Mapping[Scaling, _Recipe] = MappingProxyType(
 
 
 @attrs.frozen(eq=False)
-class _How:
+class _LayerSettings:
     """The name of a layer, its recipe, and the axes that shard its sides and its tokens."""
 
     name: str
@@ -71,7 +73,7 @@ class _How:
     outputs: Axis
     tokens: Axis
 
-    def __deepcopy__(self, memo: Any) -> _How:
+    def __deepcopy__(self, memo: Any) -> _LayerSettings:
         return self  # it holds process groups
 
     @property
@@ -129,53 +131,56 @@ def float8(scaling: Scaling = "rowwise_with_gw_hp", *, modules: str | None = Non
     check_choice(get_args(Scaling), "float8", scaling=scaling)
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
-        _check_device(ps.device)
-        layers, left_out = choose_layers(module, modules, by="float8", problem=_problem)
-
+        is_cuda = ps.device.type == "cuda"
+        if is_cuda and torch.cuda.get_device_capability(ps.device) < (8, 9):
+            name = torch.cuda.get_device_name(ps.device)
+            raise ConfigError(
+                f"float8: {name} cannot multiply it, which GPUs from compute capability 8.9 on do; "
+                "compute in bf16",
+                where="float8",
+                got=name,
+            )
+        layers, left_out = choose_layers(module, modules, by="float8", problem=_find_problem)
         for name, layer in layers.items():
-            how = _How(name, _RECIPES[scaling], inputs=SOLO, outputs=SOLO, tokens=ps.sp)
-            mix_in_(layer, Float8, float8=how)
+            # `tensor`, which comes later, records the axes of the sides: `cut_`.
+            settings = _LayerSettings(
+                name, _RECIPES[scaling], inputs=SOLO, outputs=SOLO, tokens=ps.sp
+            )
+            mix_in_(layer, Float8, float8=settings)
         note_computation_(layers.values(), left_out, f"float8 ({scaling})")
         return module
 
     return Transform(apply, kind="rounded")
 
 
-def _check_device(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        name = torch.cuda.get_device_name(device)
-        raise ConfigError(
-            f"float8: {name} cannot multiply it, which GPUs from compute capability 8.9 on do; "
-            "compute in bf16",
-            where="float8",
-            got=name,
-        )
-
-
-def _problem(part: nn.Module) -> str | None:
+def _find_problem(part: nn.Module) -> str | None:
+    """Return why a layer cannot be in float8, or None."""
     problem = plain_problem(part)
     if problem or not isinstance(part, nn.Linear):
         return problem
-    sides = part.out_features, part.in_features
-    uneven = any(side % _UNIT for side in sides)
-    return f"is {sides[0]} x {sides[1]}, which {_UNIT} does not divide" if uneven else None
+    if part.out_features % _MULTIPLE or part.in_features % _MULTIPLE:
+        return f"is {part.out_features} x {part.in_features}, which {_MULTIPLE} does not divide"
+    return None
 
 
 class Float8(nn.Module):
     """Mixin: a linear layer whose products are in float8."""
 
-    float8: _How
+    float8: _LayerSettings
     weight: Tensor
     bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., I]` to `[..., O]`."""
-        kind, weight = x.device.type, self.weight
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            x, weight = x.to(dtype), weight.to(dtype)
+        device_type = x.device.type
+        weight = self.weight
+        if torch.is_autocast_enabled(device_type):  # it knows `linear`, and not this product
+            dtype = torch.get_autocast_dtype(device_type)
+            x = x.to(dtype)
+            weight = weight.to(dtype)
         multiply: Any = _Float8Product.apply
         if self.float8.communicates and torch.compiler.is_compiling():
+            # The compiler traces the product, but not a collective on one of our groups.
             multiply = torch.compiler.disable(multiply)
         y = multiply(x.flatten(0, -2), weight, self.float8).view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias.to(y.dtype)
@@ -192,11 +197,12 @@ class Float8(nn.Module):
         dim = style.cuts.get("weight")
         if dim is None:
             return style
-        part = self.weight.shape[dim] // axis.count
-        if part % _UNIT:
+        local_size = self.weight.shape[dim] // axis.count
+        if local_size % _MULTIPLE:
             raise ConfigError(
-                f"float8: tp = {axis.count} leaves {self.float8.name!r} a side of {part}, which "
-                f"{_UNIT} does not divide; lower tp, or let the pattern of modules leave it out",
+                f"float8: tp = {axis.count} leaves {self.float8.name!r} a side of {local_size}, "
+                f"which {_MULTIPLE} does not divide; lower tp, or let the pattern of modules leave "
+                "it out",
                 where="tp",
                 got=axis.count,
             )
@@ -212,40 +218,47 @@ class _Float8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, x: Tensor, weight: Tensor, how: _How
+        ctx: Any, x: Tensor, weight: Tensor, settings: _LayerSettings
     ) -> Tensor:
+        # Backward sums over other dimensions, so its operands have other scales than these.
         ctx.save_for_backward(x, weight)
-        ctx.how = how
-        one_x, one_w = how.recipe.output
-        powers = how.recipe.powers
-        return _product(
-            _round(x, 1, _E4M3, powers, one=one_x, inner=how.inputs, outer=how.tokens),
-            _round(weight.t(), 0, _E4M3, powers, one=one_w, inner=how.inputs, outer=how.outputs),
+        ctx.settings = settings
+        one_x, one_w = settings.recipe.output
+        powers = settings.recipe.powers
+        tokens = settings.tokens
+        inputs = settings.inputs
+        outputs = settings.outputs
+        return _multiply(
+            _round(x, 1, _E4M3, powers, one=one_x, inner=inputs, outer=tokens),
+            _round(weight.t(), 0, _E4M3, powers, one=one_w, inner=inputs, outer=outputs),
             x,
         )
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> Any:  # pyrefly: ignore[bad-override]
         x, weight = ctx.saved_tensors
-        how: _How = ctx.how
-        dtype = how.recipe.gradient
-        powers = how.recipe.powers
+        settings: _LayerSettings = ctx.settings
+        dtype = settings.recipe.gradient
+        powers = settings.recipe.powers
+        tokens = settings.tokens
+        inputs = settings.inputs
+        outputs = settings.outputs
         d_x = d_weight = None
         if ctx.needs_input_grad[0]:
-            one_d_y, one_w = how.recipe.d_input
-            d_x = _product(
-                _round(d_y, 1, dtype, powers, one=one_d_y, inner=how.outputs, outer=how.tokens),
-                _round(weight, 0, _E4M3, powers, one=one_w, inner=how.outputs, outer=how.inputs),
+            one_d_y, one_w = settings.recipe.d_input
+            d_x = _multiply(
+                _round(d_y, 1, dtype, powers, one=one_d_y, inner=outputs, outer=tokens),
+                _round(weight, 0, _E4M3, powers, one=one_w, inner=outputs, outer=inputs),
                 d_y,
             )
-        rounds = how.recipe.d_weight
-        if ctx.needs_input_grad[1] and rounds is None:
+        scalings = settings.recipe.d_weight
+        if ctx.needs_input_grad[1] and scalings is None:
             d_weight = d_y.t() @ x
-        elif ctx.needs_input_grad[1] and rounds is not None:
-            one_d_y, one_x = rounds
-            d_weight = _product(
-                _round(d_y.t(), 1, dtype, powers, one=one_d_y, inner=how.tokens, outer=how.outputs),
-                _round(x, 0, _E4M3, powers, one=one_x, inner=how.tokens, outer=how.inputs),
+        elif ctx.needs_input_grad[1] and scalings is not None:
+            one_d_y, one_x = scalings
+            d_weight = _multiply(
+                _round(d_y.t(), 1, dtype, powers, one=one_d_y, inner=tokens, outer=outputs),
+                _round(x, 0, _E4M3, powers, one=one_x, inner=tokens, outer=inputs),
                 d_y,
             )
         return d_x, d_weight, None
@@ -272,25 +285,26 @@ def _round(
         inner: The axis that shards that dimension.
         outer: The axis that shards the other one.
     """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    largest = all_max(wide.abs().amax((0, 1) if one else dim, keepdim=True), inner)
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    largest = all_max(x.abs().amax((0, 1) if one else dim, keepdim=True), inner)
     if one:
         largest = all_max(largest, outer)
     top = torch.finfo(dtype).max
-    scale = top / largest.clamp_min(_LEAST)  # not finite if `largest` is not: nor is the product
+    # If `largest` is not finite, the product is not either: an overflow stays visible.
+    scale = top / largest.clamp_min(_MIN_LARGEST)
     if powers:
         scale = scale.log2().floor().exp2()
-    return (wide * scale).clamp(-top, top).to(dtype), 1 / scale
+    return (x * scale).clamp(-top, top).to(dtype), 1 / scale
 
 
-def _product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], like: Tensor) -> Tensor:
+def _multiply(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], like: Tensor) -> Tensor:
     """Return `[M, K]` times `[K, N]`, both rounded, in the dtype of a tensor."""
     a8, a_scale = a
     b8, b_scale = b
     if like.is_cuda and like.dtype == torch.bfloat16:
         return scaled_product(a8, b8, a_scale, b_scale)
-    wide = torch.promote_types(like.dtype, torch.float32)
-    return ((a8.to(wide) @ b8.to(wide)) * a_scale * b_scale).to(like.dtype)
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return ((a8.to(dtype) @ b8.to(dtype)) * a_scale * b_scale).to(like.dtype)
 
 
 def scaled_product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:
@@ -311,16 +325,17 @@ def scaled_product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Te
         >>> scaled_product(eight, eight, one, one)[0, :2]
         tensor([16., 16.], dtype=torch.bfloat16)
     """
-    short = -a.shape[1] % _UNIT
-    if short:  # pad with zeros, which add nothing; `pad` takes bytes, and not float8
-        a = nn.functional.pad(a.view(torch.uint8), (0, short)).view(a.dtype)
-        b = nn.functional.pad(b.view(torch.uint8), (0, 0, 0, short)).view(b.dtype)
+    num_missing = -a.shape[1] % _MULTIPLE
+    if num_missing:  # a sum over tokens: zeros add nothing; `pad` takes bytes, and not float8
+        a = nn.functional.pad(a.view(torch.uint8), (0, num_missing)).view(a.dtype)
+        b = nn.functional.pad(b.view(torch.uint8), (0, 0, 0, num_missing)).view(b.dtype)
+    # The kernel takes one scale of both, or one per row of a and per column of b.
     if a_scale.numel() != b_scale.numel() or a_scale.numel() > 1:
         a_scale = a_scale.expand(len(a), 1)
         b_scale = b_scale.expand(1, b.shape[1])
     return torch._scaled_mm(  # noqa: SLF001 (no public name)
         a.contiguous(),
-        b.t().contiguous().t(),
+        b.t().contiguous().t(),  # cuBLASLt takes the second operand in column-major order
         a_scale.float().contiguous(),
         b_scale.float().contiguous(),
         out_dtype=torch.bfloat16,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainkit.types import NumericsError, check_choice, check_range
+from trainkit.types import NumericsError, check_choice
 
 QuantizationFormat = Literal["nf4", "int8", "fp8", "int4", "nvfp4", "fp8_row"]
 """The names of the formats."""
@@ -27,8 +27,18 @@ QuantizationFormat = Literal["nf4", "int8", "fp8", "int4", "nvfp4", "fp8_row"]
 PACKED: tuple[QuantizationFormat, ...] = ("nf4", "int8", "fp8")
 """The formats that a model can store: the bytes of a row do not depend on other rows."""
 
-NF4_BLOCK, NF4_GROUP, INT8_BLOCK, FP8_BLOCK, INT4_BLOCK, NVFP4_BLOCK = 64, 256, 128, 128, 32, 16
-FP8_LARGEST, E2M1_LARGEST = 448.0, 6.0
+# The number of consecutive elements of a row that share a scale; in fp8 of 128 rows at a time.
+NF4_BLOCK = 64
+INT8_BLOCK = 128
+FP8_BLOCK = 128
+INT4_BLOCK = 32
+NVFP4_BLOCK = 16
+
+NF4_GROUP = 256
+"""The number of consecutive scales of a row in nf4 that share two levels."""
+
+FP8_LARGEST = 448.0
+E2M1_LARGEST = 6.0
 """The largest values of e4m3 and e2m1."""
 
 NF4_VALUES = (
@@ -40,6 +50,7 @@ NF4_VALUES = (
 """The values of the sixteen codes of NF4, as fractions of their block's largest magnitude."""
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# In the order of the codes: nvfp4 has a sign bit, int4 is a two's complement.
 _VALUES: Mapping[QuantizationFormat, tuple[float, ...]] = MappingProxyType(
     {
         "nf4": NF4_VALUES,
@@ -54,15 +65,16 @@ HALF_STEPS: Mapping[QuantizationFormat, float] = MappingProxyType(
 """About half the distance between codes, in scales: the rounding error. For nf4 where codes are
 closest, for fp8 at values of 2 to 4 scales."""
 
+# Both values of each byte: a lookup per byte is faster than unpacking its halves first.
 _PAIRS = {
-    form: np.array([(own[i >> 4], own[i & 15]) for i in range(256)], np.float32)
-    for form, own in _VALUES.items()
+    form: np.array([(values[i >> 4], values[i & 15]) for i in range(256)], np.float32)
+    for form, values in _VALUES.items()
 }
-_LEAST = torch.finfo(torch.float32).tiny
+_TINY = torch.finfo(torch.float32).tiny  # divisor in place of 0, the scale of a block of zeros
 
 
 @attrs.frozen(eq=False)
-class Quantized:
+class QuantizedMatrix:
     """A quantized matrix `[..., R, C]`.
 
     Attributes:
@@ -94,7 +106,7 @@ class Quantized:
 
 def quantize(
     weight: Tensor, form: QuantizationFormat, *, largest: Tensor | None = None
-) -> Quantized:
+) -> QuantizedMatrix:
     """Quantize a matrix to a format; 0 stays 0.
 
     | form | bits per element | elements that share a scale: the scale; codes |
@@ -154,10 +166,19 @@ def quantize(
         "quantize",
         form=form,
     )
-    x = _check_matrix(weight)
-    quantizer = _QUANTIZERS[form]
-    quantized = quantizer(x) if largest is None else quantizer(x, largest)
-    return attrs.evolve(quantized, dtype=weight.dtype)
+    if weight.ndim < 2 or not weight.is_floating_point():
+        raise ValueError(
+            f"quantize: it takes a matrix of floating point, or several, got {weight.dtype} of "
+            f"shape {tuple(weight.shape)}"
+        )
+    x = weight.detach().float()
+    if not bool(x.isfinite().all()):
+        count = int((~x.isfinite()).sum())
+        raise NumericsError(
+            f"quantize: {count:,} value{'s are' if count > 1 else ' is'} not finite, and would "
+            "take whole blocks along; a block's scale is its largest magnitude"
+        )
+    return _quantize(x, form, largest, weight.dtype)
 
 
 def quantize_dequantize(
@@ -176,12 +197,10 @@ def quantize_dequantize(
         >>> quantize_dequantize(torch.tensor([[0.0, 1.2, -7.5, 7.5]]), "int4")
         tensor([[ 0.,  1., -8.,  7.]])
     """
-    wide = x.detach().float()
-    quantizer = _QUANTIZERS[form]
-    return dequantize(quantizer(wide) if largest is None else quantizer(wide, largest), x.dtype)
+    return dequantize(_quantize(x.detach().float(), form, largest, x.dtype))
 
 
-def dequantize(quantized: Quantized, dtype: torch.dtype | None = None) -> Tensor:
+def dequantize(quantized: QuantizedMatrix, dtype: torch.dtype | None = None) -> Tensor:
     """Dequantize a matrix: codes times scales, rounded once to fp32, then to `dtype`.
 
     Args:
@@ -203,42 +222,6 @@ def dequantize(quantized: Quantized, dtype: torch.dtype | None = None) -> Tensor
         return (quantized.codes.float() * scales).to(dtype or quantized.dtype)
     values = times_scales(quantized.codes, scales, quantized.form, columns=quantized.shape[-1])
     return values.to(dtype or quantized.dtype)
-
-
-def add_low_rank(
-    base: Tensor | Quantized,
-    b: Tensor,
-    a: Tensor,
-    *,
-    scale: float,
-    to: torch.dtype | QuantizationFormat = torch.float32,
-) -> Tensor | Quantized:
-    """Add a low-rank product to a matrix in fp32: base + scale * b @ a.
-
-    Args:
-        base: `[..., R, C]`, quantized or not.
-        b: `[..., R, r]`.
-        a: `[..., r, C]`.
-        scale: The factor of the product, usually alpha / r.
-        to: The dtype or the format of the result.
-
-    Raises:
-        ValueError: `scale` is not finite.
-        NumericsError: The result is to be quantized, and is not finite.
-
-    References:
-        Hu et al., "LoRA" (2021).
-
-    Examples:
-        >>> base = quantize(torch.ones(2, 3), "int8")
-        >>> add_low_rank(base, torch.ones(2, 1), torch.ones(1, 3), scale=0.5)
-        tensor([[1.5000, 1.5000, 1.5000],
-                [1.5000, 1.5000, 1.5000]])
-    """
-    check_range("add_low_rank", scale=scale)
-    whole = dequantize(base, torch.float32) if isinstance(base, Quantized) else base.float()
-    merged = whole + scale * (b.float() @ a.float())
-    return merged.to(to) if isinstance(to, torch.dtype) else quantize(merged, to)
 
 
 # --------------------------------------------------------------------------------------- the parts
@@ -289,8 +272,9 @@ def times_scales(
         values += noise
     if first % block or columns % block or not columns:
         return values * scales.repeat_interleave(block, -1)[..., first : first + columns]
-    own = scales[..., first // block : (first + columns) // block]
-    return values.unflatten(-1, (-1, block)).mul_(own.unsqueeze(-1)).flatten(-2)
+    # Whole blocks: the product broadcasts over each block, without a scale per element in memory.
+    block_scales = scales[..., first // block : (first + columns) // block]
+    return values.unflatten(-1, (-1, block)).mul_(block_scales.unsqueeze(-1)).flatten(-2)
 
 
 def scales_of(rounded: Tensor, levels: Tensor) -> Tensor:
@@ -306,65 +290,79 @@ def scales_of(rounded: Tensor, levels: Tensor) -> Tensor:
     return least + rounded * step
 
 
-def _quantize_nf4(x: Tensor) -> Quantized:
+_Parts = tuple[Tensor, Tensor, Tensor | None]  # codes, scales, levels
+
+
+def _quantize_nf4(x: Tensor) -> _Parts:
     blocks, scales = _split_into_blocks(x, NF4_BLOCK)
     values = torch.tensor(NF4_VALUES, device=x.device)
     middles = (values[1:] + values[:-1]) / 2
     indices = torch.bucketize(_divide_by_scales(blocks, scales), middles, out_int32=True)
-    levels, rounded = _quantize_scales(scales)
-    return Quantized("nf4", _pack_pairs(indices, x), rounded, levels, tuple(x.shape), x.dtype)
+    # Double quantization. The last scale fills up the last group: that changes no level.
+    count = scales.shape[-1]
+    padding = scales[..., -1:].expand(*scales.shape[:-1], -count % NF4_GROUP)
+    groups = torch.cat([scales, padding], -1).unflatten(-1, (-1, NF4_GROUP))
+    least, largest = groups.aminmax(dim=-1)
+    step = (largest - least) / 255
+    levels = torch.stack([least, step], -1)
+    rounded = _divide_by_scales(groups - least.unsqueeze(-1), step).round_().clamp_(0, 255)
+    rounded = rounded.to(torch.uint8).flatten(-2)[..., :count].contiguous()
+    return _pack_pairs(indices, x), rounded, levels
 
 
-def _quantize_int8(x: Tensor) -> Quantized:
+def _quantize_int8(x: Tensor) -> _Parts:
     blocks, largest = _split_into_blocks(x, INT8_BLOCK)
     scales = largest / 127
     codes = _divide_by_scales(blocks, scales).round_().clamp_(-127, 127).to(torch.int8)
     codes = codes.flatten(-2)[..., : x.shape[-1]].contiguous()
-    return Quantized("int8", codes, scales, None, tuple(x.shape), x.dtype)
+    return codes, scales, None
 
 
-def _quantize_fp8(x: Tensor) -> Quantized:
+def _quantize_fp8(x: Tensor) -> _Parts:
     rows = x.shape[-2]
-    short = max(1, -(-rows // FP8_BLOCK)) * FP8_BLOCK - rows
-    blocks, largest = _split_into_blocks(nn.functional.pad(x, (0, 0, 0, short)), FP8_BLOCK)
+    num_missing = max(1, ceil(rows / FP8_BLOCK)) * FP8_BLOCK - rows
+    # Rows of zeros complete the last blocks, and change none of their maxima.
+    blocks, largest = _split_into_blocks(nn.functional.pad(x, (0, 0, 0, num_missing)), FP8_BLOCK)
     scales = largest.unflatten(-2, (-1, FP8_BLOCK)).amax(-2) / FP8_LARGEST
     codes = _e4m3(_divide_by_scales(blocks, scales.repeat_interleave(FP8_BLOCK, -2)))
     codes = codes.flatten(-2)[..., :rows, : x.shape[-1]].contiguous()
-    return Quantized("fp8", codes, scales, None, tuple(x.shape), x.dtype)
+    return codes, scales, None
 
 
-def _quantize_nvfp4(x: Tensor, largest: Tensor | None = None) -> Quantized:
-    blocks, own = _split_into_blocks(x, NVFP4_BLOCK)
-    whole = largest_of(x, rows=False) if largest is None else largest.float()
-    level = whole / (E2M1_LARGEST * FP8_LARGEST)
-    scales = _e4m3(own / E2M1_LARGEST / level.clamp_min(_LEAST))
+def _quantize_nvfp4(x: Tensor, largest: Tensor | None = None) -> _Parts:
+    blocks, block_largest = _split_into_blocks(x, NVFP4_BLOCK)
+    largest = largest_of(x, rows=False) if largest is None else largest.float()
+    # The block with the largest element gets the scale 448, the largest that e4m3 has.
+    level = largest / (E2M1_LARGEST * FP8_LARGEST)
+    scales = _e4m3(block_largest / E2M1_LARGEST / level.clamp_min(_TINY))
     scaled = _divide_by_scales(blocks, scales.float() * level)
     size = scaled.abs().clamp_max(E2M1_LARGEST)
+    # e2m1 has a mantissa of one bit: steps of 0.5 below 2, of 1 from 2 to 4, of 2 from 4 to 6.
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     # torch rounds halves to even, and so to the even code, as the hardware does.
     size = (size / step).round() * step
     indices = torch.bucketize(size, torch.tensor(_E2M1, device=x.device), out_int32=True)
-    indices |= scaled.signbit().int() << 3
-    return Quantized("nvfp4", _pack_pairs(indices, x), scales, level, tuple(x.shape), x.dtype)
+    indices |= scaled.signbit().int() << 3  # the upper of four bits
+    return _pack_pairs(indices, x), scales, level
 
 
-def _quantize_int4(x: Tensor) -> Quantized:
+def _quantize_int4(x: Tensor) -> _Parts:
     blocks, largest = _split_into_blocks(x, INT4_BLOCK)
-    scales = largest / 7.5
+    scales = largest / 7.5  # between 7 and 8: codes go from -8 to 7
     # Multiplying by the reciprocal, not dividing, gives the same bits as torchao.
-    scaled = blocks * (1 / scales.clamp_min(_LEAST)).unsqueeze(-1)
-    codes = scaled.round_().clamp_(-8, 7).to(torch.int32) & 15
-    return Quantized("int4", _pack_pairs(codes, x), scales, None, tuple(x.shape), x.dtype)
+    scaled = blocks * (1 / scales.clamp_min(_TINY)).unsqueeze(-1)
+    codes = scaled.round_().clamp_(-8, 7).to(torch.int32) & 15  # two's complement
+    return _pack_pairs(codes, x), scales, None
 
 
-def _quantize_fp8_row(x: Tensor, largest: Tensor | None = None) -> Quantized:
+def _quantize_fp8_row(x: Tensor, largest: Tensor | None = None) -> _Parts:
     largest = largest_of(x, rows=True) if largest is None else largest.float()
     scales = largest / FP8_LARGEST
-    codes = _e4m3(x / scales.clamp_min(_LEAST))
-    return Quantized("fp8_row", codes, scales, None, tuple(x.shape), x.dtype)
+    codes = _e4m3(x / scales.clamp_min(_TINY))
+    return codes, scales, None
 
 
-_QUANTIZERS: dict[QuantizationFormat, Callable[..., Quantized]] = {
+_QUANTIZERS: dict[QuantizationFormat, Callable[..., _Parts]] = {
     "nf4": _quantize_nf4,
     "int8": _quantize_int8,
     "fp8": _quantize_fp8,
@@ -374,6 +372,15 @@ _QUANTIZERS: dict[QuantizationFormat, Callable[..., Quantized]] = {
 }
 
 
+def _quantize(
+    x: Tensor, form: QuantizationFormat, largest: Tensor | None, dtype: torch.dtype
+) -> QuantizedMatrix:
+    """Quantize a matrix in fp32, which is finite."""
+    quantizer = _QUANTIZERS[form]
+    codes, scales, levels = quantizer(x) if largest is None else quantizer(x, largest)
+    return QuantizedMatrix(form, codes, scales, levels, shape=tuple(x.shape), dtype=dtype)
+
+
 def largest_of(x: Tensor, *, rows: bool) -> Tensor:
     """Return the largest magnitude of each row, `[..., R, 1]`, or of each matrix, `[..., 1, 1]`.
 
@@ -381,33 +388,22 @@ def largest_of(x: Tensor, *, rows: bool) -> Tensor:
         >>> largest_of(torch.tensor([[1.0, -2.0], [0.0, 0.5]]), rows=True).flatten()
         tensor([2.0000, 0.5000])
     """
-    if not x.numel():
+    if not x.numel():  # amax() raises over no elements
         return x.new_zeros((*x.shape[:-1], 1) if rows else (*x.shape[:-2], 1, 1))
     return x.abs().amax((-1,) if rows else (-2, -1), keepdim=True)
 
 
 def _e4m3(x: Tensor) -> Tensor:
+    # e4m3fn has no infinity, and not every version of torch saturates in the cast.
     return x.clamp(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)
 
 
 def _pack_pairs(codes: Tensor, like: Tensor) -> Tensor:
     """Pack adjacent 4-bit codes, in blocks `[..., R, N, size]`, into bytes."""
+    # The padding of the last block goes, but for one code where the number of columns is odd.
     pairs = codes.to(torch.uint8).flatten(-2)[..., : 2 * ceil(like.shape[-1] / 2)]
     upper, lower = pairs.unflatten(-1, (-1, 2)).unbind(-1)
     return upper << 4 | lower
-
-
-def _quantize_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the levels `[..., R, G, 2]` of groups of scales, and the scales rounded to them."""
-    count = scales.shape[-1]
-    short = -(-count // NF4_GROUP) * NF4_GROUP - count
-    last = scales[..., -1:].expand(*scales.shape[:-1], short)
-    groups = torch.cat([scales, last], -1).unflatten(-1, (-1, NF4_GROUP))
-    least, largest = groups.aminmax(dim=-1)
-    step = (largest - least) / 255
-    levels = torch.stack([least, step], -1)
-    rounded = _divide_by_scales(groups - least.unsqueeze(-1), step).round_().clamp_(0, 255)
-    return levels, rounded.to(torch.uint8).flatten(-2)[..., :count].contiguous()
 
 
 def _split_into_blocks(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -416,31 +412,14 @@ def _split_into_blocks(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     The last block is padded with zeros; even a matrix without columns has one block.
     """
     columns = x.shape[-1]
-    short = max(1, -(-columns // size)) * size - columns
-    blocks = nn.functional.pad(x, (0, short)).unflatten(-1, (-1, size))
+    num_missing = max(1, ceil(columns / size)) * size - columns
+    blocks = nn.functional.pad(x, (0, num_missing)).unflatten(-1, (-1, size))
     return blocks, blocks.abs().amax(-1)
 
 
 def _divide_by_scales(blocks: Tensor, scales: Tensor) -> Tensor:
     """Divide blocks by their scales; blocks of zeros stay zeros."""
-    return blocks / scales.clamp_min(_LEAST).unsqueeze(-1)
-
-
-def _check_matrix(weight: Tensor) -> Tensor:
-    """Return a matrix in fp32; raise unless it is a finite floating-point matrix."""
-    if weight.ndim < 2 or not weight.is_floating_point():
-        raise ValueError(
-            f"quantize: it takes a matrix of floating point, or several, got {weight.dtype} of "
-            f"shape {tuple(weight.shape)}"
-        )
-    x = weight.detach().float()
-    if not bool(x.isfinite().all()):
-        count = int((~x.isfinite()).sum())
-        raise NumericsError(
-            f"quantize: {count:,} value{'s are' if count > 1 else ' is'} not finite, and would "
-            "take whole blocks along; a block's scale is its largest magnitude"
-        )
-    return x
+    return blocks / scales.clamp_min(_TINY).unsqueeze(-1)
 
 
 def codes_per_byte(form: QuantizationFormat) -> int:
@@ -461,4 +440,6 @@ def scale_bytes(form: QuantizationFormat, columns: int) -> int:
         (72, 128)
     """
     count = max(1, ceil(columns / block_of(form)))
-    return count + 8 * ceil(count / NF4_GROUP) if form == "nf4" else 4 * count
+    if form == "nf4":  # a byte per scale, and two levels in fp32 per group
+        return count + 8 * ceil(count / NF4_GROUP)
+    return 4 * count

@@ -59,13 +59,14 @@ def select_frozen(
         ['embedding.weight']
     """
     names = list(names)
-    found: dict[str, bool] = {}
+    is_frozen: dict[str, bool] = {}
     for start, specs in [(0, base), *sorted(schedule.items())]:
         for spec in specs:
+            # Patterns of later steps are matched too, so that a mistake raises before the run.
             matched = match_names(spec.pattern, names, function="select_frozen", kind="parameter")
             if start <= step:
-                found |= dict.fromkeys(matched, spec.frozen)
-    return frozenset(name for name, frozen in found.items() if frozen)
+                is_frozen |= dict.fromkeys(matched, spec.frozen)
+    return frozenset(name for name, frozen in is_frozen.items() if frozen)
 
 
 def make_freeze_facts(base: Sequence[Freeze], schedule: Schedule) -> dict[str, Any]:
@@ -78,11 +79,11 @@ def make_freeze_facts(base: Sequence[Freeze], schedule: Schedule) -> dict[str, A
         >>> make_freeze_facts([Freeze("norm.*"), Freeze("head.*")], {})
         {'freeze': [[0, 'head.*', True], [0, 'norm.*', True]]}
     """
-    found: list[list[Any]] = []
+    entries: list[list[Any]] = []
     for start, specs in [(0, base), *sorted(schedule.items())]:
-        for frozen, alike in groupby(specs, key=lambda spec: spec.frozen):
-            found += [[start, pattern, frozen] for pattern in sorted({x.pattern for x in alike})]
-    return {"freeze": found}
+        for frozen, group in groupby(specs, key=lambda spec: spec.frozen):
+            entries += [[start, pattern, frozen] for pattern in sorted({x.pattern for x in group})]
+    return {"freeze": entries}
 
 
 def apply_freeze_(stages: Iterable[nn.Module], frozen: Collection[str]) -> None:
@@ -111,15 +112,16 @@ def apply_freeze_(stages: Iterable[nn.Module], frozen: Collection[str]) -> None:
     """
     stages = list(stages)
     reducers = [find_reducers(stage) for stage in stages]
-    if any(found.ddp for found in reducers):
+    if any(reducer.ddp for reducer in reducers):
         raise ConfigError(
             "apply_freeze_: DDP has fixed which gradients it waits for; take fsdp()", where="DDP"
         )
-    for found in reducers:
-        reshard_(found)
-    named = {name.removesuffix(COPY_SUFFIX): [] for name in get_named_parameters(stages)}
+    for reducer in reducers:
+        reshard_(reducer)  # FSDP's sharded parameters are those whose flag counts
+    # A rank with the first and the last stage has a tied embedding twice, under one name here.
+    named: dict[str, list[nn.Parameter]] = {}
     for name, p in get_named_parameters(stages).items():
-        named[name.removesuffix(COPY_SUFFIX)].append(p)
+        named.setdefault(name.removesuffix(COPY_SUFFIX), []).append(p)
     lost = [name for name, ps in named.items() if name not in frozen and any(map(is_base, ps))]
     if lost:
         raise ConfigError(
@@ -130,8 +132,8 @@ def apply_freeze_(stages: Iterable[nn.Module], frozen: Collection[str]) -> None:
     for name, ps in named.items():
         for p in ps:
             p.requires_grad_(name not in frozen)
-    for found in reducers:
-        for _, module in found.fsdp:
+    for reducer in reducers:
+        for _, module in reducer.fsdp:
             for unit in fsdp_groups(module):
                 # A unit that was frozen in its first forward pass has no reduce dtype yet.
                 unit._init_mp_dtypes()  # noqa: SLF001 (FSDP2 calls it once, in the first forward pass)

@@ -9,7 +9,7 @@ bytes. Where columns are sharded, every rank has all scales of its rows.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from math import ceil
 from typing import Any
@@ -31,7 +31,7 @@ from trainkit.post.adapters.formats import (
     NF4_GROUP,
     PACKED,
     QuantizationFormat,
-    Quantized,
+    QuantizedMatrix,
     block_of,
     codes_per_byte,
     quantize,
@@ -44,10 +44,13 @@ from trainkit.types import Axis, ConfigError, NumericsError, ParallelState, Weig
 SCALES = "_scales"
 """The suffix of a parameter with scales, after the name of its codes."""
 
+EXPERT_WEIGHTS = ("gate", "up", "down")
+"""The names of the weights of `ExpertWeights`."""
+
 Multiply = Callable[[Tensor, Tensor], Tensor]
 """A product x W^T, as `nn.functional.linear`."""
 
-_AT_ONCE = 1 << 18  # elements that are quantized at a time, and exist in fp32
+_MAX_ELEMENTS = 1 << 18  # that are read and quantized at a time, and so exist in fp32
 
 
 @attrs.frozen
@@ -72,9 +75,9 @@ class Noise:
     """Noise on a dequantized matrix, within `add_quantization_noise`.
 
     Attributes:
-        key: int64, 0-d, on the device of the codes.
-        scale: fp32, 0-d: the standard deviation in `HALF_STEPS`.
-        offset: The first row of this rank's part, an index for each dimension but the last.
+        key: The random key, int64, 0-d, on the device of the codes.
+        scale: The standard deviation in `HALF_STEPS`, fp32, 0-d.
+        offset: The first row of this rank's shard, an index for each dimension but the last.
     """
 
     key: Tensor
@@ -131,7 +134,13 @@ def quantized(
                 where="dp_shard",
                 got=torch.__version__,
             )
-        parts = {canonical_name(x): part for x, part in module.named_modules() if _fits(part)}
+        parts = {
+            canonical_name(path): part
+            for path, part in module.named_modules()
+            # A subclass with another forward pass may read its weight directly, and find bytes.
+            if (isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward)
+            or type(part) is ExpertWeights
+        }
         names = match_names(modules, parts, function="quantized", kind="linear layer or experts")
         for name in names:
             _quantize_module_(name, parts[name], form)
@@ -152,7 +161,7 @@ def can_shard_bytes() -> bool:
     return torch.__version__ >= "2.12"
 
 
-def dequantized(
+def dequantize_parameter(
     module: Any,
     name: str = "weight",
     dtype: torch.dtype | None = None,
@@ -161,7 +170,7 @@ def dequantized(
 ) -> Tensor:
     """Return a module's matrix, or this rank's shard of it, dequantized if it is quantized.
 
-    Within `add_quantization_noise` they include the noise, as in the module's forward pass.
+    Within `add_quantization_noise` the values include the noise, as in the module's forward pass.
 
     Args:
         module: A module; if its parameters are sharded, within its forward pass.
@@ -170,19 +179,20 @@ def dequantized(
         rows: The rows to return.
 
     Examples:
-        >>> dequantized(nn.Linear(2, 3)).shape
+        >>> dequantize_parameter(nn.Linear(2, 3)).shape
         torch.Size([3, 2])
     """
     packing = get_quantization(module, name)
     if packing is None:
-        own = getattr(module, name)[..., rows, :]
-        return own if dtype is None else own.to(dtype)
+        weight = getattr(module, name)[..., rows, :]
+        return weight if dtype is None else weight.to(dtype)
     codes, scales = (
         x.to_local() if hasattr(x, "to_local") else x
         for x in (getattr(module, name), getattr(module, name + SCALES))
     )
     noise = noise_of(module, name)
     if noise is not None:
+        # The noise of an element is a function of its index in the full matrix.
         *lead, start = noise.offset
         noise = attrs.evolve(noise, offset=(*lead, start + (rows.start or 0)))
     return dequantize_rows(
@@ -226,6 +236,7 @@ def round_weights(weights: Weights, packings: Mapping[str, QuantizationSpec]) ->
         if name not in packings:
             return weights(name, shape, offset)
         packing = attrs.evolve(packings[name], first=0)
+        # Whole rows are quantized, whatever columns are wanted: scales span blocks of columns.
         box = tuple(shape[:-1]), tuple(offset[:-1])
         codes, scales = _read_rows(weights, name, packing, box)
         values = dequantize_rows(codes, scales, packing, torch.float32)
@@ -252,21 +263,16 @@ def noise_of(module: nn.Module, name: str) -> Noise | None:
     return vars(module).get("noises", {}).get(name)
 
 
-def _fits(part: nn.Module) -> bool:
-    """Return whether a module's matrices can be quantized."""
-    is_linear = isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward
-    return is_linear or type(part) is ExpertWeights
-
-
 # ----------------------------------------------------------------------------------------- modules
 
 
 def _quantize_module_(name: str, module: Any, form: QuantizationFormat) -> None:
     """Replace a module's matrices by codes and scales, on the meta device until they are filled."""
+    is_linear = isinstance(module, nn.Linear)
     packings = dict[str, QuantizationSpec]()
-    fill = _Rows(packings)
     fills = dict[str, Fill]()
-    for key in ("weight",) if isinstance(module, nn.Linear) else ("gate", "up", "down"):
+    fill = _FillRows(packings)  # one for codes and scales, so that it computes them together
+    for key in ("weight",) if is_linear else EXPERT_WEIGHTS:
         weight = getattr(module, key)
         if hasattr(weight, "placements"):
             raise ConfigError(
@@ -277,28 +283,26 @@ def _quantize_module_(name: str, module: Any, form: QuantizationFormat) -> None:
         packings[key] = packing
         fills |= {key: fill, key + SCALES: fill}
         if weight.is_meta:
-            *rows, columns = packing.shape
-            width = ceil(columns / codes_per_byte(form))
-            parts = (
-                torch.empty(*rows, size, dtype=torch.uint8, device="meta")
-                for size in (width, scale_bytes(form, columns))
-            )
+            codes, scales = _allocate_rows(packing, weight.shape[:-1], device="meta")
         else:
-            parts = _read_rows(weights_of_tensor(weight.detach()), f"{name}.{key}", packing, None)
-        for own, part in zip((key, key + SCALES), parts, strict=True):
-            setattr(module, own, nn.Parameter(part.to(weight.device), requires_grad=False))
-    mixin = Packed if isinstance(module, nn.Linear) else PackedExperts
-    mix_in_(module, mixin, packings=packings, fills=fills)
+            # A model that has its values already, as `quantized(...)(model, ...)` gets.
+            codes, scales = _read_rows(
+                weights_of_tensor(weight.detach()), f"{name}.{key}", packing, None
+            )
+        for parameter_name, stored in ((key, codes), (key + SCALES, scales)):
+            parameter = nn.Parameter(stored.to(weight.device), requires_grad=False)
+            setattr(module, parameter_name, parameter)
+    mix_in_(module, Packed if is_linear else PackedExperts, packings=packings, fills=fills)
 
 
-def weights_of_tensor(whole: Tensor) -> Weights:
+def weights_of_tensor(full: Tensor) -> Weights:
     """Return a `Weights` that reads one tensor, under any name.
 
     Examples:
         >>> weights_of_tensor(torch.arange(4))("any", (2,), (1,))
         tensor([1, 2])
     """
-    return lambda _, shape, offset: narrow_to_box(whole, shape, offset)
+    return lambda _, shape, offset: narrow_to_box(full, shape, offset)
 
 
 class _QuantizedModule(nn.Module):
@@ -316,8 +320,9 @@ class _QuantizedModule(nn.Module):
             if style.cuts.get(key) == 0:
                 style = _with_scales(style, key)
             elif key in style.cuts:
-                part = packing.shape[-1] // axis.count
-                self.packings[key] = attrs.evolve(packing, first=axis.index * part)
+                # Scales stay whole: a shard of columns need not start at a block's start.
+                num_columns = packing.shape[-1] // axis.count
+                self.packings[key] = attrs.evolve(packing, first=axis.index * num_columns)
         return style
 
 
@@ -328,9 +333,10 @@ class Packed(_QuantizedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., I]` to `[..., O]`."""
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))
+        # Before the product, so that the weight is dequantized to the dtype of the product.
+        device_type = x.device.type
+        if torch.is_autocast_enabled(device_type):
+            x = x.to(torch.get_autocast_dtype(device_type))
         y = _multiply(self, "weight", x, nn.functional.linear)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -352,7 +358,7 @@ def _multiply(module: Any, name: str, x: Tensor, multiply: Multiply) -> Tensor:
     )
 
 
-@cache
+@cache  # all layers of a style share one object
 def _with_scales(style: ParallelStyle, key: str) -> ParallelStyle:
     return attrs.evolve(style, cuts={**style.cuts, key + SCALES: 0})
 
@@ -379,6 +385,7 @@ class _TimesFrozen(torch.autograd.Function):
         product: tuple[QuantizationSpec, Multiply, Noise | None],
     ) -> Tensor:
         packing, multiply, noise = product
+        # Neither the dequantized weight nor x: the weight is frozen, so d_x needs only the codes.
         ctx.save_for_backward(codes, scales)
         ctx.packing = packing
         ctx.multiply = multiply
@@ -396,14 +403,14 @@ class _TimesFrozen(torch.autograd.Function):
 # ------------------------------------------------------------------------------------------- bytes
 
 
-def _pack_rows(quantized: Quantized, rows: slice) -> tuple[Tensor, Tensor]:
+def _pack_rows(quantized: QuantizedMatrix, rows: slice) -> tuple[Tensor, Tensor]:
     """Return the bytes of the codes and of the scales of some rows."""
     codes = quantized.codes[..., rows, :].view(torch.uint8)
-    if quantized.levels is not None:
+    if quantized.levels is not None:  # nf4: the levels of a row stand before its scales
         levels = quantized.levels.flatten(-2).contiguous().view(torch.uint8)
         return codes, torch.cat([levels, quantized.scales], -1)[..., rows, :]
     scales = quantized.scales
-    if quantized.form == "fp8":
+    if quantized.form == "fp8":  # each row has a copy of its block's scales, to shard rows alone
         scales = scales.repeat_interleave(FP8_BLOCK, -2)[..., : quantized.shape[-2], :]
     return codes, scales[..., rows, :].contiguous().view(torch.uint8)
 
@@ -423,26 +430,30 @@ def dequantize_rows(
         >>> dequantize_rows(codes, scales.view(torch.uint8), packing, torch.float64)
         tensor([[2.]], dtype=torch.float64)
     """
-    form, whole = packing.form, packing.shape[-1]
-    columns = min(codes.shape[-1] * codes_per_byte(form), whole - packing.first)
+    form = packing.form
+    full_columns = packing.shape[-1]
+    # Of an odd number of columns, the last byte has one code.
+    columns = min(codes.shape[-1] * codes_per_byte(form), full_columns - packing.first)
+    # Bytes are cloned, since a view as fp32 needs contiguous and aligned memory.
     if form == "nf4":
-        groups = ceil(max(1, ceil(whole / block_of(form))) / NF4_GROUP)
-        levels = scales[..., : 8 * groups].clone(memory_format=torch.contiguous_format)
-        levels = levels.view(torch.float32).unflatten(-1, (-1, 2))
-        wide = scales_of(scales[..., 8 * groups :], levels)
+        groups = ceil(max(1, ceil(full_columns / block_of(form))) / NF4_GROUP)
+        level_bytes = scales[..., : 8 * groups].clone(memory_format=torch.contiguous_format)
+        levels = level_bytes.view(torch.float32).unflatten(-1, (-1, 2))
+        fp32_scales = scales_of(scales[..., 8 * groups :], levels)
     else:
-        wide = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
+        fp32_scales = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
         codes = codes.view(torch.int8 if form == "int8" else torch.float8_e4m3fn)
-    added = None
+    code_noise = None
     if noise is not None:
         shape = (*codes.shape[:-1], columns)
-        added = normal_by_quantile(noise.key, shape, (*noise.offset, packing.first))
-        added = added * (noise.scale * HALF_STEPS[form])
-    values = times_scales(codes, wide, form, columns=columns, first=packing.first, noise=added)
-    return values.to(dtype)
+        code_noise = normal_by_quantile(noise.key, shape, (*noise.offset, packing.first))
+        code_noise = code_noise * (noise.scale * HALF_STEPS[form])
+    return times_scales(
+        codes, fp32_scales, form, columns=columns, first=packing.first, noise=code_noise
+    ).to(dtype)
 
 
-class _Rows:
+class _FillRows:
     """Fill boxes of a module's codes and scales: both are computed at once, and scales cached.
 
     Whole rows are read, and in fp8 all rows of a block, even if this rank has a part of them.
@@ -463,6 +474,7 @@ class _Rows:
         codes, scales = _read_rows(weights, matrix, packing, rows)
         if name != matrix:
             return scales
+        # Of one matrix at a time: a cache of all of them would hold the scales of the model.
         self.cached_scales = {(matrix, *rows): scales}
         return codes[..., offset[-1] : offset[-1] + shape[-1]]
 
@@ -476,33 +488,37 @@ def _read_rows(
     """Return the bytes of the rows `[..., R]` of a box (shape, offset), which is whole for None."""
     *lead, height, columns = packing.shape
     shape, offset = box or ((*lead, height), (0,) * (len(lead) + 1))
-    width = ceil(columns / codes_per_byte(packing.form))
-    codes, scales = (
-        torch.empty(*shape, size, dtype=torch.uint8)
-        for size in (width, scale_bytes(packing.form, columns))
-    )
-    last = offset[-1] + shape[-1]
+    codes, scales = _allocate_rows(packing, shape, device="cpu")
+    start = offset[-1]
+    end = start + shape[-1]
+    # A bounded number of elements at a time, and whole blocks of fp8, which span rows.
+    step = max(1, _MAX_ELEMENTS // max(columns, 1) // FP8_BLOCK) * FP8_BLOCK
     for index in itertools.product(*map(range, shape[:-1])):
-        at = [begin + i for begin, i in zip(offset[:-1], index, strict=True)]
-        for low, high in _spans_of_rows(offset[-1], last, height, columns):
-            values = weights(name, (*(1 for _ in at), high - low, columns), (*at, low, 0))
-            begin, end = max(low, offset[-1]), min(high, last)
-            made = _pack_rows(_quantize(values, name, packing), slice(begin - low, end - low))
-            place = (*index, slice(begin - offset[-1], end - offset[-1]))
-            for out, part in zip((codes, scales), made, strict=True):
-                out[place] = part.reshape(end - begin, -1)
+        matrix = [first + i for first, i in zip(offset[:-1], index, strict=True)]
+        for low in range(start // FP8_BLOCK * FP8_BLOCK, end, step):
+            high = min(low + step, height)
+            values = weights(name, (*(1 for _ in matrix), high - low, columns), (*matrix, low, 0))
+            try:
+                quantized = quantize(values, packing.form)
+            except NumericsError as error:
+                raise NumericsError(f"{name}: {error.what}", where=name) from error
+            # Of a block that other ranks have a part of, only this rank's rows are stored.
+            first = max(low, start)
+            last = min(high, end)
+            row_codes, row_scales = _pack_rows(quantized, slice(first - low, last - low))
+            place = (*index, slice(first - start, last - start))
+            codes[place] = row_codes.reshape(last - first, -1)
+            scales[place] = row_scales.reshape(last - first, -1)
     return codes, scales
 
 
-def _spans_of_rows(first: int, last: int, height: int, columns: int) -> Iterator[tuple[int, int]]:
-    """Yield which rows to read at a time: whole blocks of fp8, a bounded number of elements."""
-    step = max(1, _AT_ONCE // max(columns, 1) // FP8_BLOCK) * FP8_BLOCK
-    for low in range(first // FP8_BLOCK * FP8_BLOCK, last, step):
-        yield low, min(low + step, height)
-
-
-def _quantize(values: Tensor, name: str, packing: QuantizationSpec) -> Quantized:
-    try:
-        return quantize(values, packing.form)
-    except NumericsError as error:
-        raise NumericsError(f"{name}: {error.what}", where=name) from error
+def _allocate_rows(
+    packing: QuantizationSpec, shape: Sequence[int], *, device: str
+) -> tuple[Tensor, Tensor]:
+    """Return uninitialized bytes for the codes and the scales of rows `[..., R]`."""
+    columns = packing.shape[-1]
+    code_bytes = ceil(columns / codes_per_byte(packing.form))
+    return (
+        torch.empty(*shape, code_bytes, dtype=torch.uint8, device=device),
+        torch.empty(*shape, scale_bytes(packing.form, columns), dtype=torch.uint8, device=device),
+    )

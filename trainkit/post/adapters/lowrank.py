@@ -23,7 +23,7 @@ from trainkit.noise import counters
 from trainkit.parallel.materialize import Fill
 from trainkit.parallel.recompute import unseen
 from trainkit.parallel.styles import SEQUENCE_DIM, ParallelStyle
-from trainkit.post.adapters.frozen import dequantized, get_quantization
+from trainkit.post.adapters.frozen import EXPERT_WEIGHTS, dequantize_parameter, get_quantization
 from trainkit.types import SOLO, Axis, ConfigError
 
 CHILD = "lora"
@@ -32,21 +32,19 @@ CHILD = "lora"
 MERGE = "merge them into it: python -m trainkit export RUN FOLDER --merge"
 """The hint for a run of adapters that should become a base."""
 
-EXPERT_WEIGHTS = ("gate", "up", "down")
-
-_AT_ONCE = 1 << 22  # elements of W + scale * B A that exist at a time for their lengths
+_MAX_ELEMENTS = 1 << 22  # of W + scale * B A that exist at a time to compute DoRA's norms
 
 
-def split_name(own: str) -> tuple[str, str, str]:
+def split_name(parameter_name: str) -> tuple[str, str, str]:
     """Return the matrix, the adapter's name and the key of a parameter of an adapter.
 
     Examples:
         >>> split_name("layers.0.mlp.experts.lora.up.default.a")
         ('layers.0.mlp.experts.up', 'default', 'a')
     """
-    matrix, _, rest = own.rpartition(f".{CHILD}.")
-    *which, name, key = rest.split(".")  # of experts, which weight
-    return ".".join([matrix, *which]), name, key
+    module, _, rest = parameter_name.rpartition(f".{CHILD}.")
+    *expert_weight, name, key = rest.split(".")  # a linear layer has one weight, without a name
+    return ".".join([module, *expert_weight]), name, key
 
 
 @attrs.frozen
@@ -64,8 +62,8 @@ class Lora:
             (`noise.split_keys`).
         rank_stabilised: Scale by alpha over the root of r (Kalajdzievski, "A rank stabilization
             scaling factor for fine-tuning with LoRA", 2023).
-        dora: Learn the length of each row of the sum apart from its direction (Liu et al., "DoRA",
-            2024).
+        dora: Learn the norm of each row of the sum separately from its direction (Liu et al.,
+            "DoRA", 2024).
         name: The name of the adapter, where a model has several.
 
     Examples:
@@ -88,8 +86,8 @@ class Lora:
             "dropout": (0 <= self.dropout < 1, "in [0, 1)"),
             "name": (self.name.isidentifier(), "a name without dots"),
         }
-        for field, (good, want) in checks.items():
-            if not good:
+        for field, (is_valid, want) in checks.items():
+            if not is_valid:
                 got = getattr(self, field)
                 raise ConfigError(
                     f"Lora: {field} must be {want}, got {got!r}", where=field, got=got, want=want
@@ -116,7 +114,7 @@ class Adapters(nn.ModuleDict):
 
 
 class Adapter(nn.Module):
-    """The adapter of a matrix `[out, in]` or `[E, out, in]`; `fill` returns its first values."""
+    """The adapter of a matrix `[out, in]` or `[E, out, in]`; `fill` returns its initial values."""
 
     a: nn.Parameter
     b: nn.Parameter
@@ -135,32 +133,42 @@ class Adapter(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.spec, self.whole_name = lora, whole_name
+        self.spec = lora
+        self.whole_name = whole_name
         *lead, outputs, self.inputs = sizes
-        shapes = {"a": (*lead, lora.rank, self.inputs), "b": (*lead, outputs, lora.rank)}
-        shapes |= {"magnitude": (*lead, outputs)} if lora.dora else {}
+        shapes: dict[str, tuple[int, ...]] = {
+            "a": (*lead, lora.rank, self.inputs),
+            "b": (*lead, outputs, lora.rank),
+        }
+        if lora.dora:
+            shapes["magnitude"] = (*lead, outputs)
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype)))
         self.fills = dict.fromkeys(shapes, fill)
 
     @torch.no_grad()
-    def squares(self, module: nn.Module, key: str, dtype: torch.dtype) -> Tensor:
-        """Return the squared length of each row of the sum `[..., out]`, in fp32 at least.
+    def squared_norms(self, module: nn.Module, key: str, dtype: torch.dtype) -> Tensor:
+        """Return the squared norm of each row of W + scale * B A, `[..., out]`, in fp32 at least.
 
-        DoRA treats it as a constant (section 4.3 of the paper). Quantized matrices are read some
-        rows at a time.
+        DoRA treats it as a constant (section 4.3 of the paper).
         """
-        wide = torch.promote_types(dtype, torch.float32)
-        a, b = self.a.to(wide), self.b.to(wide)
-        plain = b.ndim == 2 and get_quantization(module, key) is None
-        step = b.shape[-2] if plain else max(1, _AT_ONCE // (b[..., 0, 0].numel() * self.inputs))
+        dtype = torch.promote_types(dtype, torch.float32)
+        a = self.a.to(dtype)
+        b = self.b.to(dtype)
+        num_rows = b.shape[-2]
+        step = num_rows
+        if b.ndim > 2 or get_quantization(module, key) is not None:
+            # All experts, or a dequantized matrix, would take much memory at once.
+            step = max(1, _MAX_ELEMENTS // (b[..., 0, 0].numel() * self.inputs))
         parts = []
-        with nullcontext() if torch.compiler.is_compiling() else unseen():  # backward needs none
-            for first in range(0, b.shape[-2], step):
+        # Selective recomputation does not save these products: the backward pass has no use for
+        # them. The compiler cannot trace this context.
+        with nullcontext() if torch.compiler.is_compiling() else unseen():
+            for first in range(0, num_rows, step):
                 rows = slice(first, first + step)
-                low = b[..., rows, :] @ a
-                whole = dequantized(module, key, wide, rows=rows) + self.spec.scale * low
-                parts.append(whole.square().sum(-1))
+                base = dequantize_parameter(module, key, dtype, rows=rows)
+                total = base + self.spec.scale * (b[..., rows, :] @ a)
+                parts.append(total.square().sum(-1))
         return torch.cat(parts, -1)
 
     def drops(self) -> bool:
@@ -200,47 +208,46 @@ class LowRank(Adapter):
     """
 
     @staticmethod
+    @cache  # all layers of a style share one object
     def derive_style(style: ParallelStyle) -> ParallelStyle:
         """Return the adapter's own style for tensor parallelism, from the style of its matrix."""
-        return _derive_style(style)
+        cut = style.cuts.get("weight")
+        if cut is None:
+            return ParallelStyle(partial=style.partial, sequence=style.sequence)
+        cuts = {"b": 0, "magnitude": 0} if cut == 0 else {"a": 1}
+        return ParallelStyle(cuts=cuts, partial=True, sequence=style.sequence)
 
     def cut_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
         """Take part in tensor parallelism by a style of `derive_style`, which is returned.
 
         Effects:
-            From here on the forward pass communicates on `axis` where inputs are cut, or tokens.
+            From here on the forward pass communicates on `axis` where inputs or tokens are sharded.
         """
-        self.axis, self.cuts_inputs = axis, "a" in style.cuts
+        self.axis = axis
+        self.cuts_inputs = "a" in style.cuts
         return style
 
     def forward(self, x: Tensor, y: Tensor, module: nn.Module) -> Tensor:
-        """Return a module's output `[..., out]` with the adapter, of its input and its output.
+        """Add the adapter's product to the output of a module: y + scale * B A x.
 
         Args:
-            x: `[..., in]`.
-            y: `[..., out]`, what the module makes of it.
+            x: The module's input, `[..., in]`.
+            y: Its output without the adapter, `[..., out]`.
             module: The module, within its forward pass.
         """
         low = nn.functional.linear(self._apply_dropout(x).to(self.a.dtype), self.a)
         low = nn.functional.linear(low, self.b) * self.spec.scale
         if not self.spec.dora:
             return y + low.to(y.dtype)
+        # DoRA: m * (W x + scale * B A x) / |W + scale * B A|, row by row, and only then the bias.
         bias = getattr(module, "bias", None)
-        squares = self.squares(module, "weight", y.dtype)
-        lengths = (sum_forward(squares, self.axis) if self.cuts_inputs else squares).sqrt()
-        factor = self.magnitude / lengths.to(self.magnitude.dtype)
+        squares = self.squared_norms(module, "weight", y.dtype)
+        if self.cuts_inputs:  # this rank has some columns of each row
+            squares = sum_forward(squares, self.axis)
+        factor = self.magnitude / squares.sqrt().to(self.magnitude.dtype)
         plain = y if bias is None else y - bias
         out = (factor * (plain + low)).to(y.dtype)
         return out if bias is None else out + bias
-
-
-@cache
-def _derive_style(style: ParallelStyle) -> ParallelStyle:
-    cut = style.cuts.get("weight")
-    if cut is None:
-        return ParallelStyle(partial=style.partial, sequence=style.sequence)
-    cuts = {"b": 0, "magnitude": 0} if cut == 0 else {"a": 1}
-    return ParallelStyle(cuts=cuts, partial=True, sequence=style.sequence)
 
 
 class ExpertLowRank(Adapter):
@@ -249,22 +256,23 @@ class ExpertLowRank(Adapter):
     def forward(
         self, rows: Tensor, y: Tensor, counts: Tensor, module: nn.Module, key: str
     ) -> Tensor:
-        """Return `y` `[N, out]` with the adapters, of rows `[N, in]` of the first expert first."""
+        """Add the adapters' products to `y` `[N, out]`, of rows `[N, in]` sorted by expert."""
         low = grouped_product(self._apply_dropout(rows), counts, self.a)
         total = y + grouped_product(low, counts, self.b) * self.spec.scale
         if not self.spec.dora:
             return total
-        lengths = self.squares(module, key, y.dtype).sqrt()
-        factor = self.magnitude / lengths.to(self.magnitude.dtype)
-        each = factor.repeat_interleave(counts, 0, output_size=len(rows))
-        return (each * total).to(y.dtype)
+        norms = self.squared_norms(module, key, y.dtype).sqrt()
+        factor = self.magnitude / norms.to(self.magnitude.dtype)
+        # Given its size, repeat_interleave does not wait for the counts on the device.
+        row_factors = factor.repeat_interleave(counts, 0, output_size=len(rows))
+        return (row_factors * total).to(y.dtype)
 
 
 # --------------------------------------------------------------------------------------- modules
 
 
 class Adapted(nn.Module):
-    """Mixin: a linear layer with adapters, by their names."""
+    """Mixin: a linear layer with adapters, by name."""
 
     lora: Adapters
 
@@ -295,7 +303,7 @@ class AdaptedExperts(ExpertWeights):
                 adapter.keys = None
 
     def product(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
-        """Multiply rows with the weights of their experts, and add what the adapter gives."""
+        """Multiply rows with the weights of their experts, and add the adapter's product."""
         y = super().product(name, rows, counts)
         adapter = self._active_adapter(name)
         return y if adapter is None else adapter(rows, y, counts, self, name)
@@ -340,16 +348,17 @@ def select_adapter_(stages: Iterable[nn.Module], name: str | None) -> None:
     Examples:
         >>> select_adapter_([nn.Linear(1, 1)], None)
     """
-    found = [adapters for _, _, adapters in adapters_of(stages)]
-    known = {one for adapters in found for one in adapters.names}
-    if found and name is not None and name not in known:
+    adapted = [adapters for _, _, adapters in adapters_of(stages)]
+    names = sorted({one for adapters in adapted for one in adapters.names})
+    # A stage without any adapter passes, as it cannot know the names of the others.
+    if adapted and name is not None and name not in names:
         raise ConfigError(
-            f"select_adapter_: there is no adapter {name!r}, but {', '.join(sorted(known))}",
+            f"select_adapter_: there is no adapter {name!r}, but {', '.join(names)}",
             where="name",
             got=name,
-            want=sorted(known),
+            want=names,
         )
-    for adapters in found:
+    for adapters in adapted:
         adapters.active = name if name is not None and name in adapters else None
 
 
@@ -359,8 +368,8 @@ def select_adapter_(stages: Iterable[nn.Module], name: str | None) -> None:
 class Keys:
     """The noise keys of a block's tokens, and of tokens gathered over tp."""
 
-    def __init__(self, own: Tensor) -> None:
-        self.own = own
+    def __init__(self, local: Tensor) -> None:
+        self.local = local
         self.gathered: dict[int, Tensor] = {}
 
     def of(self, x: Tensor, axis: Axis) -> Tensor:
@@ -369,10 +378,11 @@ class Keys:
         Effects:
             All-gathers the keys on `axis` if `x` has the tokens of all its ranks, once.
         """
-        if self.own.shape == x.shape[:-1]:
-            return self.own
+        if self.local.shape == x.shape[:-1]:
+            return self.local
+        # With sequence parallelism, layers inside a block see the tokens of all its tp ranks.
         if axis.count not in self.gathered:
-            self.gathered[axis.count] = all_gather(self.own, axis, dim=SEQUENCE_DIM)
+            self.gathered[axis.count] = all_gather(self.local, axis, dim=SEQUENCE_DIM)
         return self.gathered[axis.count]
 
 
@@ -416,8 +426,9 @@ def sizes_of(module: nn.Module) -> tuple[int, int] | None:
         >>> sizes_of(nn.Linear(2, 3)), sizes_of(nn.Embedding(2, 3))
         ((3, 2), None)
     """
-    sizes = [getattr(module, name, None) for name in ("out_features", "in_features")]
-    outputs, inputs = sizes
+    # Not of the weight, which is bytes where it is quantized.
+    outputs = getattr(module, "out_features", None)
+    inputs = getattr(module, "in_features", None)
     if not (isinstance(outputs, int) and isinstance(inputs, int)):
         return None
     return outputs, inputs
@@ -432,6 +443,8 @@ def expert_sizes(module: nn.Module) -> Mapping[str, tuple[int, int, int]]:
     """
     if not isinstance(module, ExpertWeights):
         return {}
-    packings = vars(module).get("packings", {})  # of quantized matrices
-    shapes = {name: packings.get(name, getattr(module, name)).shape for name in EXPERT_WEIGHTS}
+    shapes = {
+        name: (get_quantization(module, name) or getattr(module, name)).shape
+        for name in EXPERT_WEIGHTS
+    }
     return {name: (shape[0], shape[1], shape[2]) for name, shape in shapes.items()}

@@ -46,7 +46,27 @@ def merge_adapters_(stages: Iterable[nn.Module]) -> None:
         True
     """
     for weight, adapter in _find_active(stages):
-        get_local(weight.data).copy_(_merge_local(weight, adapter))
+        box = get_local_box(weight)
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        *experts, rows, columns = (
+            slice(start, start + size)
+            for start, size in zip(box.offset, box.local.shape, strict=True)
+        )
+        # FSDP shards A along r, and so not as it shards W. Both factors are small enough to gather.
+        a = _gather_full(adapter.a)[(*experts, slice(None), columns)].to(dtype)
+        b = _gather_full(adapter.b)[(*experts, rows)].to(dtype)
+        total = box.local.to(dtype) + adapter.spec.scale * (b @ a)
+        if adapter.spec.dora:
+            squares = total.square().sum(-1)
+            # Of rows whose columns are sharded, each rank has summed its own.
+            for dim, placement in enumerate(getattr(weight.data, "placements", ())):
+                if placement.is_shard(weight.ndim - 1):
+                    mesh: Any = getattr(weight.data, "device_mesh")  # noqa: B009 (of a DTensor)
+                    dist.all_reduce(squares, group=mesh.get_group(dim))
+            lengths = squares.sqrt()
+            magnitude = _gather_full(adapter.magnitude)[(*experts, rows)].to(dtype)
+            total *= (magnitude / lengths).unsqueeze(-1)
+        box.local.copy_(total)
         get_local(adapter.b.data).zero_()
 
 
@@ -70,7 +90,7 @@ def use_merged_adapters(stages: Sequence[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for stage in stages:
-            reshard_(find_reducers(stage))
+            reshard_(find_reducers(stage))  # FSDP may have gathered the merged weights
         with torch.no_grad():
             for p, bits in before:
                 get_local(p.data).copy_(bits)
@@ -101,6 +121,7 @@ def restart_adapters_(
     """
     for _, adapter in _find_active(stages):
         box = get_local_box(adapter.a)
+        # As lora() fills it: a function of the element's index, and so equal in every layout.
         key = make_key(seed, f"{adapter.whole_name}.a")
         values = uniform_symmetric(key, tuple(box.local.shape), box.offset)
         box.local.copy_(values.mul_(adapter.inputs**-0.5))
@@ -113,7 +134,7 @@ def _find_active(stages: Iterable[nn.Module]) -> Iterator[tuple[nn.Parameter, Ad
     """Yield every matrix with an active adapter, and the adapter, in the order of the model."""
     stages = list(stages)
     for stage in stages:
-        reshard_(find_reducers(stage))
+        reshard_(find_reducers(stage))  # so that shards are read and written, not gathered copies
     for module, key, adapters in adapters_of(stages):
         adapter = adapters.chosen()
         if adapter is not None:
@@ -130,28 +151,3 @@ def _gather_full(p: Any) -> Tensor:
     """All-gather a parameter if it is sharded."""
     full = getattr(p.data, "full_tensor", None)
     return p.data if full is None else full()
-
-
-def _merge_local(weight: nn.Parameter, adapter: Adapter) -> Tensor:
-    """Return this rank's shard of a matrix with its adapter merged, in the matrix's dtype."""
-    box = get_local_box(weight)
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    *experts, rows, columns = (
-        slice(start, start + size) for start, size in zip(box.offset, box.local.shape, strict=True)
-    )
-    a = _gather_full(adapter.a)[(*experts, slice(None), columns)]
-    b = _gather_full(adapter.b)[(*experts, rows)]
-    total = box.local.to(wide) + adapter.spec.scale * (b.to(wide) @ a.to(wide))
-    if adapter.spec.dora:
-        lengths = _sum_over_columns(weight, total.square().sum(-1)).sqrt()
-        magnitude = _gather_full(adapter.magnitude)[(*experts, rows)].to(wide)
-        total *= (magnitude / lengths).unsqueeze(-1)
-    return total.to(weight.dtype)
-
-
-def _sum_over_columns(weight: Any, parts: Tensor) -> Tensor:
-    """All-reduce sums over columns among the ranks with other columns of the same rows."""
-    for dim, placement in enumerate(getattr(weight.data, "placements", ())):
-        if placement.is_shard(weight.ndim - 1):
-            dist.all_reduce(parts, group=weight.data.device_mesh.get_group(dim))
-    return parts

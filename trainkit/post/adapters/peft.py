@@ -19,7 +19,8 @@ from torch import Tensor
 
 from trainkit.models.config import DecoderConfig
 from trainkit.parallel.materialize import Fill, listed, narrow_to_box, shapes_of
-from trainkit.post.adapters.lowrank import EXPERT_WEIGHTS, Lora, split_name
+from trainkit.post.adapters.frozen import EXPERT_WEIGHTS
+from trainkit.post.adapters.lowrank import Lora, split_name
 from trainkit.types import CheckpointError, ConfigError, Weights
 from trainkit.weights.checkpoint.boxes import shorten
 from trainkit.weights.checkpoint.reading import reader
@@ -30,10 +31,9 @@ from trainkit.weights.hub.folder import make_family_links
 from trainkit.weights.hub.links import Link
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-_BYTES = 4 * 1024 * 1024
+_MAX_CONFIG_BYTES = 4 * 1024 * 1024
 _PREFIX = "base_model.model."
 _PARTS = {"lora_A.weight": "a", "lora_B.weight": "b", "lora_magnitude_vector": "magnitude"}
-_PACKED_EXPERTS = "model.layers.{i}.mlp.experts"
 _SETTINGS_READ = {
     *("peft_type", "r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern"),
     *("use_rslora", "use_dora", "modules_to_save", "fan_in_fan_out"),
@@ -103,7 +103,10 @@ class LowRankFactors:
 
 @attrs.frozen(kw_only=True)
 class _RowMap:
-    """Rows of one of our matrices that are outputs of a module of PEFT."""
+    """Rows of one of our matrices that are outputs of a module of PEFT.
+
+    A fused module has several; steps other than 1 are of families that interleave rows.
+    """
 
     name: str
     inputs: int
@@ -131,32 +134,31 @@ def _map_modules(family: Family, config: DecoderConfig) -> dict[str, list[_RowMa
     modules: dict[str, list[_RowMap]] = {}
     experts = {f"layers.{i}.mlp.experts.{x}" for i in config.expert_layers for x in EXPERT_WEIGHTS}
     for link in make_family_links(family, config):
-        ours = link.ours
-        theirs = link.theirs
-        if len(link.shape) != 2 or ours.name in experts:
+        if len(link.shape) != 2 or link.ours.name in experts:
             continue
-        out = ours.dims.index(0)
+        # The dimension of the link that is our rows; the folder's matrix may be transposed.
+        row_dim = link.ours.dims.index(0)
         row_map = _RowMap(
-            name=ours.name.removesuffix(".weight"),
-            inputs=link.shape[ours.dims.index(1)],
-            start=ours.offset[0],
-            step=ours.steps[0],
-            peft_start=theirs.offset[theirs.dims[out]],
-            peft_step=theirs.steps[out],
-            count=link.shape[out],
+            name=link.ours.name.removesuffix(".weight"),
+            inputs=link.shape[link.ours.dims.index(1)],
+            start=link.ours.offset[0],
+            step=link.ours.steps[0],
+            peft_start=link.theirs.offset[link.theirs.dims[row_dim]],
+            peft_step=link.theirs.steps[row_dim],
+            count=link.shape[row_dim],
         )
-        module = _rename_for_memory(theirs.name).removesuffix(".weight")
+        module = _rename_for_memory(link.theirs.name).removesuffix(".weight")
         modules.setdefault(module, []).append(row_map)
     if config.experts is not None:
         # A folder has a matrix for each expert, but `transformers` packs them when it loads them,
         # and PEFT names what is in memory.
         width = config.experts.width
         for i in config.expert_layers:
-            ours = f"layers.{i}.mlp.experts"
-            theirs = _PACKED_EXPERTS.format(i=i)
-            modules[f"{theirs}.gate_up_proj"] = [
+            name = f"layers.{i}.mlp.experts"
+            module = f"model.layers.{i}.mlp.experts"
+            modules[f"{module}.gate_up_proj"] = [
                 _RowMap(
-                    name=f"{ours}.{key}",
+                    name=f"{name}.{key}",
                     inputs=config.width,
                     start=0,
                     peft_start=peft_start,
@@ -164,9 +166,9 @@ def _map_modules(family: Family, config: DecoderConfig) -> dict[str, list[_RowMa
                 )
                 for key, peft_start in (("gate", 0), ("up", width))
             ]
-            modules[f"{theirs}.down_proj"] = [
+            modules[f"{module}.down_proj"] = [
                 _RowMap(
-                    name=f"{ours}.down", inputs=width, start=0, peft_start=0, count=config.width
+                    name=f"{name}.down", inputs=width, start=0, peft_start=0, count=config.width
                 )
             ]
     return modules
@@ -206,7 +208,7 @@ def to_peft(
         ConfigError: PEFT has no place for an adapter: some have DoRA and others not, parts of a
             fused matrix lack it, or a module of PEFT is trained in part.
     """
-    experts = sorted(name for name, one in held.items() if one.a.ndim == 3)
+    experts = sorted(name for name, factors in held.items() if factors.a.ndim == 3)
     use_dora = _check_dora(held, experts)
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
@@ -216,9 +218,11 @@ def to_peft(
             fused = _fuse_factors(module, row_maps, held)
             rank = fused.a.shape[-2]
             ranks[module] = rank
+            # PEFT stores alpha, and divides it by the rank of the fused adapter.
             alphas[module] = fused.scale * (rank**0.5 if rank_stabilised else rank)
             tensors |= _name_tensors(module, fused)
     modules_to_save, full_tensors = _collect_full_modules(whole, family, config)
+    # The most frequent values are the defaults, and the patterns name the modules with others.
     rank = Counter(ranks.values()).most_common(1)[0][0]
     alpha = Counter(alphas.values()).most_common(1)[0][0]
     packed = [module for module in ranks if ".experts." in module]
@@ -231,7 +235,7 @@ def to_peft(
         "rank_pattern": {re.escape(k): v for k, v in ranks.items() if v != rank},
         "alpha_pattern": {re.escape(k): v for k, v in alphas.items() if v != alpha},
         "target_modules": sorted(ranks.keys() - {*packed}),
-        "target_parameters": packed or None,
+        "target_parameters": packed or None,  # packed experts are parameters, and not modules
         "use_rslora": rank_stabilised,
         "use_dora": use_dora,
         "bias": "none",
@@ -248,7 +252,7 @@ def to_peft(
 
 def _check_dora(held: Mapping[str, LowRankFactors], experts: Sequence[str]) -> bool:
     """Return whether the adapters have DoRA; raise ConfigError where PEFT has no place for it."""
-    doras = {one.lengths is not None for one in held.values()}
+    doras = {factors.lengths is not None for factors in held.values()}
     if len(doras) > 1:
         raise ConfigError(
             "to_peft: PEFT has DoRA in all of an adapter or in none, and here some matrices have "
@@ -267,7 +271,11 @@ def _check_dora(held: Mapping[str, LowRankFactors], experts: Sequence[str]) -> b
 def _fuse_factors(
     module: str, row_maps: Sequence[_RowMap], held: Mapping[str, LowRankFactors]
 ) -> LowRankFactors:
-    """Return the adapter of a fused matrix that computes what the adapters of its parts do."""
+    """Return the adapter of a fused matrix that computes what the adapters of its parts do.
+
+    Of parts 1 and 2: A = [A1; A2], and B = [B1 0; 0 B2], whose rank is the sum of both ranks. Rows
+    of a part without an adapter are 0 in B.
+    """
     names = list(dict.fromkeys(x.name for x in row_maps if x.name in held))
     first = held[names[0]]
     num_outputs = max(x.peft_rows.stop for x in row_maps)
@@ -276,7 +284,7 @@ def _fuse_factors(
     )
     lengths = None if first.lengths is None else first.lengths.new_zeros(num_outputs)
     missing = {x.name for x in row_maps} - held.keys()
-    if lengths is not None and missing:
+    if lengths is not None and missing:  # a length of 0 would make those rows 0
         raise ConfigError(
             f"to_peft: {module} is one matrix there, and {shorten(sorted(missing))} of it has no "
             "DoRA here; give all of its parts dora=True, or export with --merge",
@@ -311,7 +319,7 @@ def _name_tensors(module: str, factors: LowRankFactors) -> dict[str, Tensor]:
         path, _, weight = path.rpartition(".")
         path += ".base_layer" * (weight == "gate_up_proj")
         a = a.flatten(0, 1)
-        b = b.permute(1, 2, 0).flatten(1)
+        b = b.permute(1, 2, 0).flatten(1)  # [E, out, r] to [out, r E], the expert last
     tensors = {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b}
     if factors.lengths is not None:
         tensors[f"{path}.lora_magnitude_vector"] = factors.lengths
@@ -342,7 +350,7 @@ def _collect_full_modules(
                 f"({shorten(missing) or 'in other pieces'}); export with --merge",
                 where=module,
             )
-        rows = [whole[link.ours.name] for link in links]
+        rows = [whole[link.ours.name] for link in links]  # fused parts, in their order
         tensors[f"{_PREFIX}{_rename_for_memory(name)}"] = torch.cat(rows)
     embedding = f"{_PREFIX}model.embed_tokens.weight"
     if config.tied and embedding in tensors:
@@ -393,7 +401,7 @@ def read_peft(folder: Path | str, family: Family, config: DecoderConfig) -> Peft
     """
     folder = Path(folder)
     settings = parse_untrusted_table(
-        read_bounded(folder / CONFIG, _BYTES, shared=True), folder / CONFIG
+        read_bounded(folder / CONFIG, _MAX_CONFIG_BYTES, shared=True), folder / CONFIG
     )
     _check_settings(settings, folder / CONFIG)
     stored = safetensors_file(folder / TENSORS)
@@ -419,8 +427,8 @@ def read_peft(folder: Path | str, family: Family, config: DecoderConfig) -> Peft
     def fill(base: Weights, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
         del base
         matrix, _, key = split_name(name)
-        own = factors[matrix]
-        value = {"a": own.a, "b": own.b, "magnitude": own.lengths}[key]
+        adapter = factors[matrix]
+        value = {"a": adapter.a, "b": adapter.b, "magnitude": adapter.lengths}[key]
         assert value is not None
         return narrow_to_box(value, shape, offset)
 
@@ -430,7 +438,7 @@ def read_peft(folder: Path | str, family: Family, config: DecoderConfig) -> Peft
 
 
 def _is_number(x: Any) -> bool:
-    return type(x) in (int, float)
+    return type(x) in (int, float)  # a bool is an int, too, and no number of JSON
 
 
 def _is_table(x: Any) -> bool:
@@ -495,10 +503,7 @@ def _group_by_module(
         value = x
         module = plain.removeprefix(_PREFIX).removesuffix(f".{suffix}")
         if module.endswith((".experts", ".experts.base_layer")) and config.experts is not None:
-            is_gate_up = _is_gate_up(f"{_PREFIX}{module}", tensors, config)
-            module, value = _unflatten_experts(module, key, x, config.experts.count)
-            if not module.endswith("_proj"):
-                module += ".gate_up_proj" if is_gate_up else ".down_proj"
+            module, value = _unflatten_experts(module, key, tensors, x, config)
         if module not in modules or not x.is_floating_point():
             problems.append(f"{name} of the shape {list(x.shape)} has no place in the model")
             continue
@@ -506,28 +511,30 @@ def _group_by_module(
     return parts_by_module, problems
 
 
-def _unflatten_experts(module: str, key: str, x: Tensor, count: int) -> tuple[str, Tensor]:
-    """Return the module of an adapter of experts, as far as known, and A or B `[E, ...]`."""
-    module = module.replace(".base_layer", ".gate_up_proj")
+def _unflatten_experts(
+    module: str, key: str, tensors: Mapping[str, Tensor], x: Tensor, config: DecoderConfig
+) -> tuple[str, Tensor]:
+    """Return the module of a tensor of an adapter of packed experts, and A or B `[E, ...]`."""
+    assert config.experts is not None
+    count = config.experts.count
+    path = f"{_PREFIX}{module}"
+    a = tensors.get(f"{path}.lora_A.weight")
+    b = tensors.get(f"{path}.lora_B.weight")
+    # If both weights have adapters, the outer one is that of `down_proj`, and the inner one, at
+    # "base_layer", that of `gate_up_proj`; a single one is recognized by its sizes.
+    if module.endswith(".base_layer"):
+        module = module.replace(".base_layer", ".gate_up_proj")
+    elif f"{path}.base_layer.lora_A.weight" in tensors or a is None or b is None:
+        module += ".down_proj"
+    elif (a.shape[-1], b.shape[0]) == (config.width, 2 * config.experts.width):
+        module += ".gate_up_proj"
+    else:
+        module += ".down_proj"
     if x.ndim != 2 or x.shape[key == "b"] % count:
-        return f"{module}.of_other_experts_proj", x
+        return f"{module}.of_other_experts", x
     if key == "a":
         return module, x.unflatten(0, (count, -1))
     return module, x.unflatten(1, (-1, count)).permute(2, 0, 1)
-
-
-def _is_gate_up(path: str, tensors: Mapping[str, Tensor], config: DecoderConfig) -> bool:
-    """Return whether the adapter of experts at a path is that of `gate_up_proj`.
-
-    If both weights have adapters, the outer one is that of `down_proj`; a single one is recognized
-    by its sizes.
-    """
-    assert config.experts is not None
-    a = tensors.get(f"{path}.lora_A.weight")
-    b = tensors.get(f"{path}.lora_B.weight")
-    if f"{path}.base_layer.lora_A.weight" in tensors or a is None or b is None:
-        return False
-    return (a.shape[-1], b.shape[0]) == (config.width, 2 * config.experts.width)
 
 
 def _split_factors(
@@ -565,21 +572,22 @@ def _split_factors(
     scale = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
     factors: dict[str, LowRankFactors] = {}
     for name in dict.fromkeys(x.name for x in row_maps):
-        own = [x for x in row_maps if x.name == name]
-        size = sum(x.count for x in own)
-        own_lengths = None if lengths is None else lengths[:size].clone()
-        own_b = b.new_zeros(*b.shape[:-2], size, rank)
-        for x in own:
-            own_b[..., x.rows, :] = b[..., x.peft_rows, :]
-            if lengths is not None and own_lengths is not None:
-                own_lengths[x.rows] = lengths[x.peft_rows]
-        factors[name] = LowRankFactors(a, own_b, scale, own_lengths)
+        # Of a fused matrix, the parts share A and have rows of B each.
+        local_maps = [x for x in row_maps if x.name == name]
+        num_rows = sum(x.count for x in local_maps)
+        local_b = b.new_zeros(*b.shape[:-2], num_rows, rank)
+        local_lengths = None if lengths is None else lengths.new_zeros(num_rows)
+        for x in local_maps:
+            local_b[..., x.rows, :] = b[..., x.peft_rows, :]
+            if lengths is not None and local_lengths is not None:
+                local_lengths[x.rows] = lengths[x.peft_rows]
+        factors[name] = LowRankFactors(a, local_b, scale, local_lengths)
     return factors
 
 
 def _find_by_pattern(settings: Mapping[str, Any], table: str, module: str, default: float) -> float:
     """Return the value of a module in a table of patterns, matched as PEFT matches them."""
-    for pattern, value in (settings.get(table) or {}).items():
+    for pattern, value in (settings.get(table) or {}).items():  # the first match counts
         try:
             if re.match(rf"(.*\.)?({pattern})$", module):
                 return value
@@ -611,7 +619,7 @@ def _read_full_tensors(
             f"the base's head as it was, unless {_TYING} is true; train it with {_TYING}=True, or "
             'with modules_to_save=["embed_tokens", "lm_head"] and equal values in both'
         )
-    found: dict[str, Tensor] = {}
+    parameters: dict[str, Tensor] = {}
     used: set[str] = set()
     for link in make_family_links(family, config):
         name = _rename_for_memory(link.theirs.name)
@@ -619,13 +627,13 @@ def _read_full_tensors(
             continue
         used.add(name)
         x = full[name]
-        start = link.theirs.offset[0]
+        start = link.theirs.offset[0]  # where our part of a fused matrix starts
         rows = x[start : start + link.shape[0]]
         if tuple(rows.shape) != link.shape or not _is_plain(link, rows):
             problems.append(f"{name} has the shape {list(x.shape)}, which cannot be taken whole")
-        found[link.ours.name] = rows
+        parameters[link.ours.name] = rows
     problems += [f"{name} has no place in the model" for name in full.keys() - used]
-    return found
+    return parameters
 
 
 def _make_loras(
@@ -633,8 +641,8 @@ def _make_loras(
 ) -> Iterable[Lora]:
     """Yield a specification for all adapters of the same rank and scale."""
     groups: dict[tuple[int, float, bool], list[str]] = {}
-    for name, own in factors.items():
-        groups.setdefault((own.a.shape[-2], own.scale, own.a.ndim == 3), []).append(name)
+    for name, x in factors.items():
+        groups.setdefault((x.a.shape[-2], x.scale, x.a.ndim == 3), []).append(name)
     is_rank_stabilised = bool(settings.get("use_rslora"))
     for (rank, scale, is_expert), names in groups.items():
         yield Lora(

@@ -67,6 +67,7 @@ def build_trained_stages(
         return build_stages(make_model, ps, plan, weights=weights, **options)
     adapters = _make_adapter_plan(path, facts, make_model)
     stages = build_stages(make_model, ps, [*adapters, *plan], weights=weights, **options)
+    # Codes and scales depend on the values alone, so a quantized base has the run's hash again.
     base_hash = exclude_frozen_(stages, ps, source=source)["base"]
     if base_hash != facts["base"]:
         raise CheckpointError(
@@ -77,22 +78,16 @@ def build_trained_stages(
             hint="restore the base; the run's config.toml names the one it was started with",
         )
     load_weights(path, stages, axis=ps.world)
-    _load_averages_(Path(path), stages)
-    return stages
-
-
-@torch.no_grad()
-def _load_averages_(path: Path, stages: Sequence[nn.Module]) -> None:
-    """Replace trained parameters by their averages, where a checkpoint has them.
-
-    `load_weights` restores the parameters themselves, but the run evaluated the averages.
-    """
-    stored = read_model_tensors(path)
+    # A run that averages parameters evaluated the averages, which `read_model_tensors` prefers, but
+    # `load_weights` has restored the parameters themselves.
+    stored = read_model_tensors(Path(path))
     read = reader(stored)
-    for name, p in get_named_parameters(stages).items():
-        if p.requires_grad and name in stored:
-            box = get_local_box(p)
-            box.local.copy_(read(name, box.local.shape, box.offset))
+    with torch.no_grad():
+        for name, p in get_named_parameters(stages).items():
+            if p.requires_grad and name in stored:
+                box = get_local_box(p)
+                box.local.copy_(read(name, box.local.shape, box.offset))
+    return stages
 
 
 def _make_adapter_plan(

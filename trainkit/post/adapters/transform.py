@@ -20,7 +20,7 @@ from trainkit.parallel.materialize import Fill, weights_from_module
 from trainkit.parallel.parameters import canonical_name, match_names
 from trainkit.parallel.transforms import Transform
 from trainkit.post.adapters.frozen import (
-    dequantized,
+    dequantize_parameter,
     get_quantization,
     round_weights,
     weights_of_tensor,
@@ -43,7 +43,7 @@ from trainkit.post.adapters.lowrank import (
 )
 from trainkit.types import Axis, ConfigError, Layout, ParallelState, Share, Weights
 
-_ROWS = 4096
+_MAX_ROWS = 4096  # of a matrix that exist in fp64 at a time, for DoRA's norms
 
 
 def lora(
@@ -90,7 +90,7 @@ def lora(
         >>> [name for name, p in model.named_parameters() if p.requires_grad]
         ['up.lora.default.a', 'up.lora.default.b']
     """
-    names = {one.name for one in loras}
+    names = {spec.name for spec in loras}
     if len(names) != 1:
         raise ConfigError(
             f"lora: it adds the adapters of one name, and was given {sorted(names) or 'none'}; "
@@ -98,29 +98,29 @@ def lora(
             where="name",
             got=sorted(names),
         )
-    (own_name,) = names
+    (adapter_name,) = names
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         del ps
-        before = [adapters for _, _, adapters in adapters_of([module])]
-        if not before:
+        earlier = [adapters for _, _, adapters in adapters_of([module])]
+        if not earlier:
             module.requires_grad_(requires_grad=False)
-        for adapters in before:
+        # An earlier lora() has frozen the base, but for what its `trained` names: that stays so.
+        for adapters in earlier:
             adapters.requires_grad_(requires_grad=False)
         on_meta = any(p.is_meta for p in module.parameters())
         base = None if on_meta else weights_from_module(module)
-        for name, (matrix, one) in _match_matrices(module, loras).items():
-            _add_adapter_(
-                matrix, name, one, values or _make_initial_values(seed, matrix, name), base
-            )
+        for name, (matrix, spec) in _match_matrices(module, loras).items():
+            fill = values or _make_initial_values(seed, matrix, name)
+            _add_adapter_(matrix, name, spec, fill, base)
         for _, _, adapters in adapters_of([module]):
             adapters.names = adapters.names | names
-            adapters.active = own_name if own_name in adapters else None
-            if own_name in adapters:
-                adapters[own_name].requires_grad_()
+            adapters.active = adapter_name if adapter_name in adapters else None
+            if adapter_name in adapters:
+                adapters[adapter_name].requires_grad_()
         _provide_noise_keys_(module)
         if trained is not None:
-            named = {
+            named = {  # without the adapters, whose names hold those of their matrices
                 canonical_name(name): part
                 for name, part in (*module.named_modules(), *module.named_parameters())
                 if name and f".{CHILD}." not in f".{name}."
@@ -156,9 +156,9 @@ def problems(
         >>> print(*problems([lora(Lora("q_proj"))], tiny))
         lora: 'q_proj' matches the name of no matrix; those there are: layers.0.attention.wq; ...
     """
-    found: list[ConfigError] = []
+    errors: list[ConfigError] = []
     if "base" in base:
-        found.append(
+        errors.append(
             ConfigError(
                 "adapters: the base cannot be this run: it holds adapters alone, of a base at "
                 f"{base.get('base_from')}; {MERGE}",
@@ -167,13 +167,13 @@ def problems(
         )
     fsdp = Axis("fsdp", Share(0, layout.wrapped))  # transforms only read its size
     with torch.device("meta"):
-        whole: nn.Module = Decoder(model)
+        decoder: nn.Module = Decoder(model)
     try:
-        for step in plan:
-            whole = step(whole, attrs.evolve(solo_parallel(), fsdp=fsdp))
+        for transform in plan:
+            decoder = transform(decoder, attrs.evolve(solo_parallel(), fsdp=fsdp))
     except ConfigError as error:
-        found.append(error)
-    return found
+        errors.append(error)
+    return errors
 
 
 # --------------------------------------------------------------------------------------- choosing
@@ -188,49 +188,43 @@ class _Matrix:
     sizes: tuple[int, ...]
 
 
-def _find_matrices(module: nn.Module) -> dict[str, _Matrix]:
-    """Return all matrices that can have an adapter, by their names in the whole model."""
-    found: dict[str, _Matrix] = {}
-    for path, part in module.named_modules():
-        name, sizes = canonical_name(path), sizes_of(part)
-        if sizes is not None and not isinstance(part, Head):
-            found[name] = _Matrix(part, "weight", sizes)
-        for key, shape in expert_sizes(part).items():
-            found[f"{name}.{key}"] = _Matrix(part, key, shape)
-    return found
-
-
 def _match_matrices(module: nn.Module, loras: Sequence[Lora]) -> dict[str, tuple[_Matrix, Lora]]:
-    """Return the matrices that get an adapter, by name."""
-    matrices = _find_matrices(module)
-    found: dict[str, tuple[_Matrix, Lora]] = {}
-    for one in loras:
-        for name in match_names(one.modules, matrices, function="lora", kind="matrix"):
+    """Return the matrices that get an adapter, by their names in the whole model."""
+    matrices: dict[str, _Matrix] = {}
+    for path, part in module.named_modules():
+        name = canonical_name(path)
+        sizes = sizes_of(part)
+        # The head returns its weight in a `Hidden`, and the loss multiplies with it.
+        if sizes is not None and not isinstance(part, Head):
+            matrices[name] = _Matrix(part, "weight", sizes)
+        for key, shape in expert_sizes(part).items():
+            matrices[f"{name}.{key}"] = _Matrix(part, key, shape)
+    matched: dict[str, tuple[_Matrix, Lora]] = {}
+    for spec in loras:
+        for name in match_names(spec.modules, matrices, function="lora", kind="matrix"):
             matrix = matrices[name]
             adapters: Any = getattr(matrix.module, CHILD, {})
-            if matrix.key != "weight":
+            if matrix.key != "weight":  # experts have adapters by weight
                 adapters = dict(adapters.items()).get(matrix.key, {})
-            if name in found or one.name in adapters:
+            if name in matched or spec.name in adapters:
                 raise ConfigError(
-                    f"lora: {name!r} is matched twice for the adapter {one.name!r}, the second "
-                    f"time by {one.modules!r}; change a pattern, or name the adapters apart",
+                    f"lora: {name!r} is matched twice for the adapter {spec.name!r}, the second "
+                    f"time by {spec.modules!r}; change a pattern, or give the adapters two names",
                     where=name,
                 )
             if hasattr(getattr(matrix.module, matrix.key, None), "placements"):
                 raise ConfigError(
                     f"lora: {name!r} is sharded already; lora() comes first in a plan", where=name
                 )
-            found[name] = matrix, one
-    return found
+            matched[name] = matrix, spec
+    return matched
 
 
 # --------------------------------------------------------------------------------------- changing
 
 
-def _add_adapter_(
-    matrix: _Matrix, name: str, one: Lora, values: Fill, base: Weights | None
-) -> None:
-    """Add an adapter to a matrix, and fill it if the model has its values."""
+def _add_adapter_(matrix: _Matrix, name: str, spec: Lora, fill: Fill, base: Weights | None) -> None:
+    """Add an adapter to a matrix, and fill it if the model has its values, `base`."""
     module: Any = matrix.module
     tensors = [getattr(module, matrix.key, None), *module.parameters(), *module.buffers()]
     like = next(x for x in tensors if isinstance(x, Tensor))
@@ -238,12 +232,14 @@ def _add_adapter_(
     dtype = like.dtype if packing is None else packing.dtype  # codes are bytes
     is_expert = matrix.key != "weight"
     path = f"{name.removesuffix(f'.{matrix.key}')}.{CHILD}"
-    path += f".{matrix.key}.{one.name}" if is_expert else f".{one.name}"
+    path += f".{matrix.key}.{spec.name}" if is_expert else f".{spec.name}"
+    make_adapter = ExpertLowRank if is_expert else LowRank
     with like.device:
-        adapter = (ExpertLowRank if is_expert else LowRank)(
-            one,
+        # In fp32 even on a bf16 base: steps of an adapter are small against its values.
+        adapter = make_adapter(
+            spec,
             path,
-            values,
+            fill,
             sizes=matrix.sizes,
             dtype=torch.promote_types(dtype, torch.float32),
         )
@@ -254,14 +250,17 @@ def _add_adapter_(
             mix_in_(module, Adapted, lora=Adapters())
     adapters = module.lora
     if is_expert:
-        adapters[matrix.key] = adapters[matrix.key] if matrix.key in adapters else Adapters()
+        if matrix.key not in adapters:
+            adapters[matrix.key] = Adapters()
         adapters = adapters[matrix.key]
-    adapters[one.name] = adapter
+    adapters[spec.name] = adapter
     if base is not None:
-        base = base if packing is None else weights_of_tensor(dequantized(module, matrix.key))
+        base = (
+            base if packing is None else weights_of_tensor(dequantize_parameter(module, matrix.key))
+        )
         with torch.no_grad():
             for key, p in adapter.named_parameters():
-                p.copy_(values(base, f"{path}.{key}", tuple(p.shape), (0,) * p.ndim))
+                p.copy_(fill(base, f"{path}.{key}", tuple(p.shape), (0,) * p.ndim))
 
 
 def _make_initial_values(seed: int, matrix: _Matrix, matrix_name: str) -> Fill:
@@ -276,18 +275,20 @@ def _make_initial_values(seed: int, matrix: _Matrix, matrix_name: str) -> Fill:
         if key == "b":
             return torch.zeros(tuple(shape))
         if key == "a":
+            # kaiming_uniform_(a=sqrt(5)) is uniform between +-1 / sqrt(inputs).
             return uniform_symmetric(make_key(seed, name), shape, offset).mul_(inputs**-0.5)
+        # DoRA's magnitudes are the norms of the base's rows.
         if packing is not None and on_meta:  # the model will compute with rounded weights
             base = round_weights(base, {weight_name: packing})
-        whole = base(weight_name, (*shape, inputs), (*offset, 0))
-        return torch.cat([rows.double().norm(dim=-1) for rows in whole.split(_ROWS, -2)], -1)
+        weight = base(weight_name, (*shape, inputs), (*offset, 0))
+        return torch.cat([rows.double().norm(dim=-1) for rows in weight.split(_MAX_ROWS, -2)], -1)
 
     return fill
 
 
 def _provide_noise_keys_(module: nn.Module) -> None:
     """Make blocks that get noise keys pass them to the adapters with dropout inside."""
-    waiting = [
+    without_keys = [
         (name, part)
         for name, part in module.named_modules()
         if isinstance(part, Adapter) and part.spec.dropout
@@ -295,14 +296,15 @@ def _provide_noise_keys_(module: nn.Module) -> None:
     for name, block in module.named_modules():
         is_keyed = isinstance(block, Keyed)  # by an earlier lora()
         takes_keys = "noise_key" in inspect.signature(type(block).forward).parameters
+        # Not the model itself: recomputation runs a block after the model's forward pass.
         if not name or not (is_keyed or takes_keys):
             continue
-        inside = [part for part in waiting if part[0].startswith(f"{name}.")]
+        inside = [part for part in without_keys if part[0].startswith(f"{name}.")]
         if inside and not is_keyed:
             mix_in_(block, Keyed)
-        waiting = [part for part in waiting if part not in inside]
-    if waiting:
-        _, adapter = waiting[0]
+        without_keys = [part for part in without_keys if part not in inside]
+    if without_keys:
+        _, adapter = without_keys[0]
         raise ConfigError(
             f"lora: dropout is a function of a token's noise key, and no module around "
             f"{adapter.whole_name!r} takes one (noise_key=); set dropout to 0",

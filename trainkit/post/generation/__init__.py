@@ -7,15 +7,11 @@ with a reward function.
 """
 
 from trainkit.post.generation.generate import (
-    Completion,
     answer_questions,
     generate,
-    generate_sharded,
     sample_text,
 )
 from trainkit.post.generation.rewards import (
-    RewardFunction,
-    Rewards,
     compute_advantages,
     compute_rewards,
 )
@@ -36,7 +32,6 @@ from trainkit.post.generation.sampling import (
     filter_min_p,
     filter_top_k,
     filter_top_p,
-    next_tokens,
     penalize_repetition,
     sample_from_cdf,
     scale_temperature,
@@ -45,9 +40,6 @@ from trainkit.post.generation.sampling import (
 
 __all__ = [
     "Answer",
-    "Completion",
-    "RewardFunction",
-    "Rewards",
     "Sampling",
     "add_old_logprobs",
     "answer_questions",
@@ -59,10 +51,8 @@ __all__ = [
     "filter_top_k",
     "filter_top_p",
     "generate",
-    "generate_sharded",
     "make_answer_corpus",
     "make_answer_reader",
-    "next_tokens",
     "penalize_repetition",
     "read_answers",
     "sample_answers",

@@ -21,7 +21,8 @@ from trainkit.parallel.stage_forward import compute_device, use_eval_mode
 from trainkit.post.generation.sampling import Sampling, make_noise, next_tokens
 from trainkit.post.generation.text import Reader, make_reader
 from trainkit.text.chat import encode_prompt, find_stop_ids, load_template
-from trainkit.text.tokenizers import ByteTokenizer, HFTokenizer
+from trainkit.text.tokenizers.bytes import ByteTokenizer
+from trainkit.text.tokenizers.hf import HFTokenizer
 from trainkit.types import (
     SOLO,
     Axis,

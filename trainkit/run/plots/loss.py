@@ -84,7 +84,12 @@ def _make_figure(
     figure = drawing.new_figure(8, 5)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
     title = _plot_losses(top, steps, held_out)
-    _plot_learning_rate(bottom, steps)
+    rates = [(line["step"], line["lr"]) for line in steps if line.get("lr") is not None]
+    if rates:
+        marker = "o" if len(rates) == 1 else None
+        bottom.plot(*zip(*rates, strict=True), marker=marker, color=drawing.GREY, linewidth=1.5)
+    bottom.set_ylabel("learning rate", color=drawing.GREY, fontsize=9)
+    bottom.set_ylim(0, 1.15 * max((rate for _, rate in rates), default=0.0) or 1.0)
     for axes in (top, bottom):
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(drawing.GREY)
@@ -131,12 +136,3 @@ def _plot_losses(axes: Axes, steps: list[dict[str, Any]], held_out: dict[int, fl
     axes.set_ylabel(f"loss ({unit})", color=drawing.GREY)
     axes.legend(frameon=False, fontsize=9, labelcolor=drawing.GREY)
     return title
-
-
-def _plot_learning_rate(axes: Axes, steps: list[dict[str, Any]]) -> None:
-    rates = [(line["step"], line["lr"]) for line in steps if line.get("lr") is not None]
-    if rates:
-        marker = "o" if len(rates) == 1 else None
-        axes.plot(*zip(*rates, strict=True), marker=marker, color=drawing.GREY, linewidth=1.5)
-    axes.set_ylabel("learning rate", color=drawing.GREY, fontsize=9)
-    axes.set_ylim(0, 1.15 * max((rate for _, rate in rates), default=0.0) or 1.0)

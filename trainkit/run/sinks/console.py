@@ -29,17 +29,6 @@ def escape_control_characters(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _drop_broken_pipe(stream: TextIO) -> Iterator[None]:
-    """Redirect a stream whose reader has gone to the null device, after one failure."""
-    try:
-        yield
-    except BrokenPipeError:
-        with contextlib.suppress(OSError, ValueError):
-            redirect_to_devnull(stream)
-        raise
-
-
-@contextlib.contextmanager
 def open_console(total: int, *, start: int = 0, stream: TextIO | None = None) -> Iterator[Sink]:
     """Yield a sink that shows step, loss, tokens per second, learning rate, norm and time left.
 
@@ -76,8 +65,12 @@ def open_console(total: int, *, start: int = 0, stream: TextIO | None = None) ->
             if waiting is not None:
                 now, step, values = waiting
                 pace = (now - first[0]) / max(1, step - first[1])
-                with _drop_broken_pipe(stream):
+                try:
                     show(step, progress_text(values, seconds_left=pace * (total - step)))
+                except BrokenPipeError:  # raised once: what is written later goes nowhere
+                    with contextlib.suppress(OSError, ValueError):
+                        redirect_to_devnull(stream)
+                    raise
                 waiting = None
 
         def sink(step: int, values: Mapping[str, Any]) -> None:
@@ -103,8 +96,8 @@ def progress_text(values: Mapping[str, Any], *, seconds_left: float) -> str:
     Examples:
         >>> progress_text({"loss": 2.5, "tokens_per_second": 1234.5}, seconds_left=4000)
         'loss 2.5000  1.2k tok/s  lr -  norm -  left 1:06:40'
-        >>> progress_text({"loss": 2.5, "load_over_mean": 1.32}, seconds_left=9)
-        'loss 2.5000  - tok/s  lr -  norm -  load 1.32  left 0:00:09'
+        >>> progress_text({"loss": 2.5, "mfu": 0.4, "load_over_mean": 1.32}, seconds_left=9)
+        'loss 2.5000  - tok/s  mfu 40.0%  lr -  norm -  load 1.32  left 0:00:09'
         >>> skipped = {"grad_norm": float("inf"), "overflowed": 1, "loss_scale": 65536.0}
         >>> progress_text({"loss": 2.5} | skipped, seconds_left=9)
         'loss 2.5000  - tok/s  lr -  overflow: skipped, scale now 32768  left 0:00:09'
@@ -116,8 +109,9 @@ def progress_text(values: Mapping[str, Any], *, seconds_left: float) -> str:
         norm = f"overflow: skipped, scale now {values['loss_scale'] / 2:g}"
     speed = _format_thousands(values.get("tokens_per_second"))
     left = timedelta(seconds=round(max(0.0, seconds_left)))
+    mfu = f"  mfu {values['mfu']:.1%}" if "mfu" in values else ""
     load = f"  load {values['load_over_mean']:.2f}" if "load_over_mean" in values else ""
-    return f"loss {loss}  {speed} tok/s  lr {lr}  {norm}{load}  left {left}"
+    return f"loss {loss}  {speed} tok/s{mfu}  lr {lr}  {norm}{load}  left {left}"
 
 
 def _format_number(value: Any, form: str) -> str:

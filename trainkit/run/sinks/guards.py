@@ -71,7 +71,15 @@ def isolate_sinks(
         the sink 'page' is off: OSError: no network
     """
     sinks = [_start(name, make) for name, make in makers.items()]
-    report = _make_report(log)
+    reported: set[str] = set()
+
+    def report(sink: _IsolatedSink, problem: str | None = None) -> None:
+        if problem is None and not sink.problems.empty():
+            problem = sink.problems.get()
+        if problem is not None and sink.name not in reported:
+            reported.add(sink.name)
+            log(f"the sink {sink.name!r} {problem}")
+
     caught_up = {sink.name: time.monotonic() for sink in sinks}
 
     def write(step: int, values: Mapping[str, Any]) -> None:
@@ -111,20 +119,6 @@ def _start(name: str, make: Make) -> _IsolatedSink:
     thread = threading.Thread(target=run, name=f"sink {name}", daemon=True)
     thread.start()
     return _IsolatedSink(name, thread, lines, problems)
-
-
-def _make_report(log: Log) -> Callable[..., None]:
-    """Return a function that logs the first problem of each sink."""
-    reported: set[str] = set()
-
-    def report(sink: _IsolatedSink, problem: str | None = None) -> None:
-        if problem is None and not sink.problems.empty():
-            problem = sink.problems.get()
-        if problem is not None and sink.name not in reported:
-            reported.add(sink.name)
-            log(f"the sink {sink.name!r} {problem}")
-
-    return report
 
 
 def _close(

@@ -30,9 +30,9 @@ Report = Callable[[str, Exception], None]
 
 @attrs.frozen
 class Rewound:
-    """How many lines `rewind_jsonl` kept, how many steps it dropped, how many have no line."""
+    """How many lines `rewind_jsonl` retained, how many steps it dropped, how many have no line."""
 
-    kept: int = 0
+    retained: int = 0
     dropped: int = 0
     missing: int = 0
 
@@ -89,7 +89,9 @@ def open_jsonl(path: str | Path, *, step: int = 0, log: Log | None = None) -> It
                 rewind_jsonl(path, step)
                 append = stack.enter_context(_open_appender(path, log))
             except DiskError as error:
-                _make_report(log)("rewind", error)
+                if log is None:
+                    raise
+                log(str(error))
 
         def write(step: int, values: Mapping[str, Any]) -> None:
             nonlocal last_step, last_values
@@ -198,7 +200,7 @@ def rewind_jsonl(path: str | Path, step: int) -> Rewound:
         ...         for step in range(1, 6):
         ...             sink(step, {})
         ...     rewind_jsonl(path, 3)
-        Rewound(kept=3, dropped=2, missing=0)
+        Rewound(retained=3, dropped=2, missing=0)
     """
     path = Path(path)
     if not path.is_file():  # reading a device such as /dev/stdout would never end
@@ -211,11 +213,11 @@ def rewind_jsonl(path: str | Path, step: int) -> Rewound:
         else:
             with atomic_write(path, by="rewind_jsonl") as file:
                 file.write(repaired)
-    kept = repaired.count(b"\n")
+    retained = repaired.count(b"\n")
     first = _read_step(repaired.partition(b"\n")[0]) or 0
     newest = max((_read_step(line) or 0 for line in text.split(b"\n")), default=0)
-    missing = step - first + 1 - kept if kept else 0
-    return Rewound(kept=kept, dropped=max(0, newest - step), missing=missing)
+    missing = step - first + 1 - retained if retained else 0
+    return Rewound(retained=retained, dropped=max(0, newest - step), missing=missing)
 
 
 def fsync_jsonl(run_dir: str | Path) -> None:
@@ -327,8 +329,19 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _open_appender(path: Path, log: Log | None) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Yield a function that appends a line, or stores it until the disk has room."""
-    report = _make_report(log)
+    """Yield a function that appends a line, or stores it until the disk has room.
+
+    With `log` the first problem of each kind is logged; without it problems are raised.
+    """
+    reported: set[str] = set()
+
+    def report(kind: str, error: Exception) -> None:
+        if log is None:
+            raise error
+        if kind not in reported:
+            reported.add(kind)
+            log(str(error))
+
     with convert_disk_errors(path, by="sinks"):
         is_new = not path.exists()
         file = _open(path)
@@ -346,20 +359,6 @@ def _open_appender(path: Path, log: Log | None) -> Iterator[Callable[[Mapping[st
 
 def _open(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-
-
-def _make_report(log: Log | None) -> Report:
-    """Return a function that raises an error, or logs it if it is the first of its kind."""
-    reported: set[str] = set()
-
-    def report(kind: str, error: Exception) -> None:
-        if log is None:
-            raise error
-        if kind not in reported:
-            reported.add(kind)
-            log(str(error))
-
-    return report
 
 
 def _make_writer(

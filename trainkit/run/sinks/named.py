@@ -26,6 +26,11 @@ class LoggingOptions:
     sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go besides metrics.jsonl: tensorboard, wandb."""
 
+    peak_flops: float | None = attrs.field(
+        default=None, validator=attrs.validators.optional(positive)
+    )
+    """FLOP/s of one device, for mfu in metrics.jsonl; by default the bf16 peak of a known GPU."""
+
 
 def named_sinks(
     names: Iterable[str], run_dir: str | Path, *, config: Mapping[str, Any] | None = None

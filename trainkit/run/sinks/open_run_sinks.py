@@ -82,10 +82,16 @@ def open_run_sinks(
                 event("rewind", step=step - 1, repeated=reached - step + 1)
             reached = step
 
+        def write_curves(step: int, values: Mapping[str, Any]) -> None:
+            others(step, {f"train/{name}": value for name, value in values.items()})
+
         bar: dict[str, Any] = {}
         if sys.stdout is not None:  # it is None where it was closed before Python started
             bar["console"] = partial(open_console, last, start=step, stream=sys.stdout)
-        run = _read_identity(run_dir)
+        # Read here, not in a sink's thread: no save runs yet that could create another identity.
+        run = None
+        with contextlib.suppress(DiskError):
+            run = get_run_id(run_dir)["run"]
         makers = {name: partial(make, step=step) for name, make in (extra or {}).items()}
         event("start", step=step, repeated=rewound.dropped, ranks=share.count, last=last, run=run)
         with (
@@ -103,15 +109,8 @@ def open_run_sinks(
                 isolate_sinks(bar, log=warn, patience=patience) as progress,
                 isolate_sinks(makers, log=warn, patience=patience) as others,
             ):
-                record = tee(count, lines, progress, _add_prefix(others))
+                record = tee(count, lines, progress, write_curves)
                 yield record, _send_evaluations(event, others)
-
-
-def _add_prefix(sink: Sink) -> Sink:
-    def write(step: int, values: Mapping[str, Any]) -> None:
-        sink(step, {f"train/{name}": value for name, value in values.items()})
-
-    return write
 
 
 def _send_evaluations(event: Callable[..., None], sink: Sink) -> Callable[..., None]:
@@ -149,13 +148,6 @@ def summarize_run(run_dir: str | Path) -> str:
         f"{time.saves} saves that blocked for {time.blocked:.1f} s, "
         f"{time.wall:.1f} s in all{down}"
     )
-
-
-def _read_identity(run_dir: Path) -> str | None:
-    # Read here, not in a sink's thread: no save runs yet that could create another identity.
-    with contextlib.suppress(DiskError):
-        return get_run_id(run_dir)["run"]
-    return None
 
 
 @contextlib.contextmanager

@@ -60,10 +60,19 @@ def measure_goodput(
     steps = [line for line in metrics if type(line.get("step")) is int]
     seconds = {line["step"]: line.get("seconds") or 0.0 for line in steps}
     productive = math.fsum(seconds.values())
-    lives = [
-        _find_lifetime(events[begin:end], events[end] if end < len(events) else None, seconds)
-        for begin, end in pairwise([*starts, len(events)])
-    ]
+    lives = []  # the start and the end of each process
+    for first, following in pairwise([*starts, len(events)]):
+        start = events[first]["time"]
+        last_event = max(event["time"] for event in events[first:following])
+        reached = next_start = math.inf
+        if following < len(events):
+            reached = events[following]["step"] + (events[following].get("repeated") or 0)
+            next_start = events[following]["time"]
+        # A process that was killed has written no end: the steps whose lines the next one found
+        # give a lower bound. The event of a save follows its end, so the last event does as well.
+        first_step = events[first]["step"]
+        worked = math.fsum(x for step, x in seconds.items() if first_step < step <= reached)
+        lives.append((start, min(next_start, max(last_event, start + worked))))
     wall = math.fsum(end - begin for begin, end in lives)
     return Goodput(
         share=min(1.0, productive / wall) if wall > 0 else 0.0,
@@ -76,26 +85,6 @@ def measure_goodput(
         saves=len(saves),
         blocked=math.fsum(save.get("blocked") or 0.0 for save in saves),
     )
-
-
-def _find_lifetime(
-    events: Sequence[Mapping[str, Any]],
-    following: Mapping[str, Any] | None,
-    seconds: Mapping[int, float],
-) -> tuple[float, float]:
-    """Return the start and the end of a process; one that was killed has written no end.
-
-    Its steps give a lower bound: those up to the last line that the next start found.
-    """
-    first = events[0]
-    end = math.inf
-    reached = math.inf
-    if following is not None:
-        reached = following["step"] + (following.get("repeated") or 0)
-        end = following["time"]
-    worked = math.fsum(x for step, x in seconds.items() if first["step"] < step <= reached)
-    last = max(event["time"] for event in events)  # the event of a save follows its end
-    return first["time"], min(end, max(last, first["time"] + worked))
 
 
 def suggest_save_interval(*, stall: float, between_failures: float) -> float:

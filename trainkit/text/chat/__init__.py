@@ -3,6 +3,7 @@
 from trainkit.text.chat.encode import (
     check_mask,
     encode_chat,
+    encode_prompt,
     find_stop_ids,
     format_answers_warning,
     format_mask,
@@ -12,7 +13,6 @@ from trainkit.text.chat.encode import (
 )
 from trainkit.text.chat.folder import (
     choose_template_name,
-    has_template,
     load_template,
     locate_template,
     read_stop_ids,
@@ -26,15 +26,11 @@ from trainkit.text.chat.preference import (
     mismatch_answers,
     pack_pairs,
 )
-from trainkit.text.chat.prompt import encode_prompt
 from trainkit.text.chat.sources import JINJA_SOURCES
 from trainkit.text.chat.templates import (
     CHATML_SPECIAL,
     LLAMA3_SPECIAL,
     QWEN3_SPECIAL,
-    TEMPLATES,
-    Segment,
-    Template,
     chatml,
     llama3,
     qwen3,
@@ -45,9 +41,6 @@ __all__ = [
     "JINJA_SOURCES",
     "LLAMA3_SPECIAL",
     "QWEN3_SPECIAL",
-    "TEMPLATES",
-    "Segment",
-    "Template",
     "chatml",
     "check_mask",
     "choose_template_name",
@@ -58,7 +51,6 @@ __all__ = [
     "flatten_pairs",
     "format_answers_warning",
     "format_mask",
-    "has_template",
     "llama3",
     "load_template",
     "locate_template",

@@ -117,6 +117,7 @@ def encode_chat(
     if max_length is not None and len(tokens) > max_length:
         # How many tokens the conversation has up to the end of each chosen turn.
         turn_lengths = np.searchsorted(ends, [turn[-1][1] for turn in turns], side="right")
+        # After a complete turn: a truncated answer would have no stop token.
         fitting = turn_lengths[turn_lengths <= max_length]
         length = int(fitting.max(initial=0))
         num_lost = len(turns) - len(fitting)
@@ -128,6 +129,7 @@ def encode_chat(
                 want=max_length,
                 hint='raise max_length, or take overlong="drop"',
             )
+    # Last: a conversation that raises is not counted.
     if counts is not None:
         counts["conversations"] += 1
         counts["answers"] += len(chosen)
@@ -136,6 +138,30 @@ def encode_chat(
         counts["dropped"] += length == 0
         counts["turns_lost"] += num_lost
     return Sample(tokens[:length], loss_mask[:length])
+
+
+def encode_prompt(
+    messages: Sequence[Message], tokenizer: Tokenizer, *, template: Template = chatml
+) -> list[int]:
+    r"""Encode a conversation up to the beginning of the assistant's answer.
+
+    Args:
+        messages: As in `encode_chat`; the last is not the assistant's.
+        tokenizer: As in `encode_chat`.
+        template: As in `encode_chat`.
+
+    Raises:
+        DataError: A message is wrong.
+
+    Examples:
+        >>> from trainkit.text.tokenizers import open_tokenizer
+        >>> tokenizer = open_tokenizer("bytes")
+        >>> ids = encode_prompt([{"role": "user", "content": "hi"}], tokenizer)
+        >>> bytes(ids[-10:])
+        b'assistant\n'
+    """
+    segments = template(messages, add_generation_prompt=True)
+    return list(tokenizer.encode("".join(segment.text for segment in segments)))
 
 
 def make_chat_encoder(
@@ -182,16 +208,20 @@ def make_chat_encoder(
     check_range("make_chat_encoder", at_least=1, max_length=max_length)
     check_choice(("error", "drop"), "make_chat_encoder", overlong=overlong)
     counts = Counter() if counts is None else counts
+    # Partials, not closures: processes that read a corpus get the encoder by pickle.
     encode = partial(
         _encode_record,
-        tokenizer=tokenizer,
+        encode_messages=partial(
+            encode_chat,
+            tokenizer=tokenizer,
+            template=template,
+            train=train,
+            max_length=max_length,
+            overlong=overlong,
+            counts=counts,
+        ),
         field=field,
         stop_ids=find_stop_ids(tokenizer, template),
-        template=template,
-        train=train,
-        max_length=max_length,
-        overlong=overlong,
-        counts=counts,
     )
     # `open_corpus` and `prepare_corpus` read these attributes.
     vars(encode).update(vocab_size=getattr(tokenizer, "vocab_size", None), counts=counts)
@@ -201,15 +231,11 @@ def make_chat_encoder(
 def _encode_record(
     record: Mapping[str, Any],
     *,
-    tokenizer: Tokenizer,
+    encode_messages: Callable[..., Sample],
     field: str | Callable[[Mapping[str, Any]], Sequence[Message]],
-    stop_ids: Sequence[int] | None,
-    template: Template,
-    train: Train,
-    max_length: int | None,
-    overlong: Literal["error", "drop"],
-    counts: Counter[str],
+    stop_ids: Sequence[int],
 ) -> Sample:
+    # A function finds the messages of records of another form.
     if not isinstance(field, str):
         messages = field(record)
     elif field in record:
@@ -221,17 +247,8 @@ def _encode_record(
             f"{advice}",
             want=field,
         )
-    sample = encode_chat(
-        messages,
-        tokenizer,
-        template=template,
-        train=train,
-        max_length=max_length,
-        tools=parse_tools(record),
-        overlong=overlong,
-        counts=counts,
-    )
-    if stop_ids is not None and len(sample.tokens):
+    sample = encode_messages(messages, tools=parse_tools(record))
+    if len(sample.tokens):
         check_mask(sample, stop_ids=stop_ids)
     return sample
 
@@ -323,6 +340,7 @@ def find_stop_ids(tokenizer: Tokenizer, template: Template = chatml) -> tuple[in
     probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
     body = [segment.text for segment in template(probe) if segment.body and segment.message == 1]
     # The stop token is the rest of the body after the content.
+    # Some templates write a blank between the content and the stop token, as Llama 2 does.
     stop = "".join(body).rpartition(_PROBE)[2].strip()
     if not stop:
         raise ValueError(
@@ -365,6 +383,7 @@ def check_mask(sample: Sample, *, stop_ids: Sequence[int]) -> None:
         raise DataError(f"check_mask: of {total} tokens none is trained on", got=0)
     if count == total:
         raise DataError(f"check_mask: all {total} tokens are trained on, the prompt too", got=count)
+    # A stop token outside the mask, such as that of a user's turn, teaches nothing.
     is_stop = np.isin(sample.tokens, np.asarray(stop_ids, np.int64))
     if not (is_stop & np.asarray(sample.loss_mask, bool)).any():
         raise DataError(
@@ -436,8 +455,10 @@ def _check_scaffold(
     tools: Sequence[Mapping[str, Any]] | None,
 ) -> None:
     rendered = sum(len(segment.text) for segment in segments)
+    # The usual case, without the cost of serializing the conversation.
     if rendered <= _SCAFFOLD:
         return
+    # As JSON, since calls and schemas are rendered too; `default` for values that it has not.
     given = len(orjson.dumps([list(messages), list(tools or [])], default=str))
     if rendered > _SCAFFOLD + 16 * given:
         raise DataError(
@@ -467,8 +488,10 @@ def _count_hidden(
     for segment in segments:
         if segment.body and segment.message is not None:
             bodies[segment.message] = bodies.get(segment.message, "") + segment.text
+    # Each has a body: `find_turns` has raised otherwise.
     for i in chosen:
         message = messages[i]
+        # Of the content the last word: a template may take reasoning off its beginning.
         words = (message.get("content") or "").split()
         names = [call["function"]["name"] for call in message.get("tool_calls", ())]
         # As a whole word: a name may be a part of another word.

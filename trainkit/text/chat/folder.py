@@ -85,6 +85,7 @@ def choose_template_name(
         pass
     except ValueError as error:
         reason = str(error).removeprefix("find_stop_ids: ")
+        # The template is not in question here, only the tokens that it needs.
         if name or own:
             raise ConfigError(
                 f"choose_template_name: {chosen}: {reason}", where="template"
@@ -109,12 +110,13 @@ def template_hash(name: str | os.PathLike[str]) -> str:
 
     Raises:
         ConfigError: There is no such template.
-        DataError: As `has_template`.
+        DataError: As `read_template_sources`.
 
     Examples:
         >>> template_hash("chatml") == template_hash("qwen3")
         False
     """
+    # A native template has the hash of the Jinja that is exported for it.
     if str(name) in JINJA_SOURCES:
         sources: dict[str, Any] = {"default": JINJA_SOURCES[str(name)]}
         tokens: dict[str, str] = {}
@@ -129,19 +131,6 @@ def template_hash(name: str | os.PathLike[str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def has_template(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a Hugging Face folder has a chat template.
-
-    Raises:
-        DataError: A file of it is no JSON, or has an invalid template.
-
-    Examples:
-        >>> has_template("/does/not/exist")
-        False
-    """
-    return bool(read_template_sources(Path(folder)))
-
-
 def locate_template(path: str | os.PathLike[str] | None) -> str | None:
     """Return the folder of a model, or of a `tokenizer.json`, if it has a chat template.
 
@@ -152,7 +141,7 @@ def locate_template(path: str | os.PathLike[str] | None) -> str | None:
         A name for `load_template`; None if there is no chat template.
 
     Raises:
-        DataError: As `has_template`.
+        DataError: As `read_template_sources`.
 
     Examples:
         >>> locate_template("/does/not/exist") is None
@@ -162,7 +151,7 @@ def locate_template(path: str | os.PathLike[str] | None) -> str | None:
         return None
     file = Path(path)
     folder = file.parent if file.name == "tokenizer.json" else file
-    return str(folder) if has_template(folder) else None
+    return str(folder) if read_template_sources(folder) else None
 
 
 def read_template(
@@ -216,9 +205,10 @@ def read_template(
         raise DataError(
             f"read_template: {path} has {missing}; it has {', '.join(sources) or 'none'}",
             where=path,
-            hint="take one of trainkit.text.chat.TEMPLATES, if the model was trained with it",
+            hint=f"if the model was trained with one of {', '.join(TEMPLATES)}, take that",
         )
     stops = [tokenizer.backend.id_to_token(i) for i in read_stop_ids(path)]
+    # A model may stop at a token that its tokenizer does not mark as special.
     known_tokens = {*tokenizer.special_ids, *(stop for stop in stops if stop)}
     ends = {text for text in (*stops, tokens.get("eos_token")) if text}
     templates = {
@@ -236,6 +226,7 @@ def _read_special_texts(path: Path) -> dict[str, str]:
     """Return the texts of a folder's special tokens by their names, such as "eos_token"."""
     settings = read_tokenizer_settings(path / "tokenizer.json")
     texts = {}
+    # A token is a text, or an object with its flags and its text as `content`.
     for key, value in settings.items():
         text = value.get("content") if isinstance(value, Mapping) else value
         if key.endswith("_token") and isinstance(text, str):
@@ -264,6 +255,7 @@ def read_stop_ids(folder: str | os.PathLike[str]) -> tuple[int, ...]:
         if ids is None:
             continue
         stop_ids = ids if isinstance(ids, list) else [ids]
+        # `isinstance` would take `true` for an id.
         if not all(type(i) is int and i >= 0 for i in stop_ids):
             raise DataError(f"{path}: eos_token_id is {ids!r:.60}, no id", where=path)
         return tuple(stop_ids)
@@ -327,14 +319,20 @@ def read_template_sources(path: Path) -> dict[str, Any]:
         >>> read_template_sources(Path("/does/not/exist"))
         {}
     """
+    # In one file for each, as newer versions of `transformers` write them.
     files = {"default": path / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((path / MORE_TEMPLATES).glob("*.jinja"))}
-    sources: dict[str, Any] = {
-        name: _read_bytes(file).decode(errors="replace")
-        for name, file in files.items()
-        if file.exists()
-    }
+    sources: dict[str, Any] = {}
+    for name, file in files.items():
+        if not file.exists():
+            continue
+        try:
+            data = read_limited(file, max_bytes=_MAX_BYTES)
+        except OSError as error:
+            raise DataError(f"{file}: {error.strerror}", where=file) from error
+        sources[name] = data.decode(errors="replace")
     setting: Any = read_tokenizer_settings(path / "tokenizer.json").get("chat_template")
+    # Where `transformers` saved the template of a processor of images and text.
     if not sources and setting is None and (path / "chat_template.json").is_file():
         setting = read_json_object(path / "chat_template.json").get("chat_template")
     if sources or setting is None:
@@ -348,10 +346,3 @@ def read_template_sources(path: Path) -> dict[str, Any]:
             where=path,
         )
     return sources
-
-
-def _read_bytes(path: Path) -> bytes:
-    try:
-        return read_limited(path, max_bytes=_MAX_BYTES)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}", where=path) from error

@@ -143,10 +143,12 @@ def _render(
             template,
             messages=messages,
             tools=tools,
+            # `transformers` always passes it, and a template may read it without asking.
             documents=None,
             add_generation_prompt=add_generation_prompt,
             **variables,
         )
+    # A template fails with any of these on messages that it did not expect.
     except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
         roles = ", ".join(str(message["role"]) for message in messages)
         raise DataError(
@@ -351,7 +353,12 @@ class _SpanFinder:
 
     def find_rest_after_call(self, i: int) -> str | None:
         """Return the text after the stop token of an answer that ends with a call."""
-        halves = self.split_at_probe(i, _replace_last_call(self.messages[i]))
+        *calls, last = self.messages[i]["tool_calls"]
+        # The last call is of the marker, without arguments, in their type.
+        no_arguments: Any = "{}" if isinstance(last["function"]["arguments"], str) else {}
+        function = {**last["function"], "name": MARKER, "arguments": no_arguments}
+        probe = {**self.messages[i], "tool_calls": [*calls, {**last, "function": function}]}
+        halves = self.split_at_probe(i, probe)
         if halves is None:
             return None
         ends = [end for stop in self.stops if (end := halves[1].find(stop)) >= 0]
@@ -408,14 +415,6 @@ def _replace_content(message: dict[str, Any]) -> dict[str, Any]:
     removed = {"content", "tool_calls", *REASONING}
     fields = {key: value for key, value in message.items() if key not in removed}
     return fields | {"content": MARKER}
-
-
-def _replace_last_call(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose last call is of the marker, without arguments."""
-    *calls, last = message["tool_calls"]
-    no_arguments: Any = "{}" if isinstance(last["function"]["arguments"], str) else {}
-    function = {**last["function"], "name": MARKER, "arguments": no_arguments}
-    return {**message, "tool_calls": [*calls, {**last, "function": function}]}
 
 
 def _strip_stop(text: str, stops: Sequence[str]) -> str | None:

@@ -41,6 +41,7 @@ def normalize_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
             got=messages,
         )
     normalized = [_normalize_message(i, message) for i, message in enumerate(messages)]
+    # Several tools may answer one message, each in a message of its own.
     for i, message in enumerate(normalized):
         if message["role"] != "tool":
             continue
@@ -68,11 +69,13 @@ def parse_tools(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None
         ([{'name': 'f'}], None, None)
     """
     tools = record.get("tools")
+    # Tables hold schemas as JSON: those of different functions have no common columns.
     if isinstance(tools, str) and tools:
         try:
             tools = orjson.loads(tools)
         except orjson.JSONDecodeError as error:
             raise DataError(f"the field 'tools' is no JSON: {error}", where="tools") from error
+    # Templates distinguish None from an empty list, and a table has a list in every row.
     if not tools:
         return None
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -101,10 +104,12 @@ def _normalize_message(i: int, message: Any) -> dict[str, Any]:
         )
     if "tool_calls" in fields:
         fields["tool_calls"] = _normalize_calls(i, fields)
+    # An answer may consist of calls alone.
     elif "content" not in fields:
         raise wrong_message(i, message, "has no content")
     if "content" in fields:
         fields["content"] = _join_content(i, message, fields["content"])
+    # Under one name from here on; each template reads its own (`jinja.py`).
     reasoning = next((fields[name] for name in REASONING if name in fields), None)
     if reasoning is not None:
         if not isinstance(reasoning, str):
@@ -143,6 +148,7 @@ def _normalize_calls(i: int, message: Message) -> list[dict[str, Any]]:
         fields = function if isinstance(function, Mapping) else {}
         if not isinstance(fields.get("name"), str):
             raise wrong_message(i, message, f"has a call {n} without a name: {abbreviate(call)}")
+        # OpenAI's form has arguments as JSON text, most data sets have an object.
         if not isinstance(fields.get("arguments"), (Mapping, str)):
             raise wrong_message(i, message, f"has a call {n} without arguments: {abbreviate(call)}")
         extra_fields = call if "function" in call else {}

@@ -36,7 +36,6 @@ def encode_preference_pair(
     *,
     template: Template = chatml,
     max_length: int | None = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
     counts: Counter[str] | None = None,
 ) -> tuple[Sample, Sample]:
     """Encode a preference pair; only the answers are in the loss.
@@ -52,7 +51,6 @@ def encode_preference_pair(
         tokenizer: As in `encode_chat`.
         template: As in `encode_chat`.
         max_length: As in `encode_chat`; halves are truncated after whole turns.
-        tools: As in `encode_chat`; the record's by default.
         counts: As in `encode_chat`, for each half.
 
     Returns:
@@ -70,7 +68,7 @@ def encode_preference_pair(
         >>> chosen.tokens[chosen.loss_mask], rejected.tokens[rejected.loss_mask]
         (array([ 50, 260]), array([ 51, 260]))
     """
-    tools = parse_tools(record) if tools is None else tools
+    tools = parse_tools(record)
     halves, prompt_length = _split_record(record)
     for name, messages in halves.items():
         if messages[prompt_length]["role"] != "assistant":
@@ -88,6 +86,7 @@ def encode_preference_pair(
     _check_prompts(halves, prompt_length, template, tools)
     samples: list[Sample] = []
     for name, messages in halves.items():
+        # A prompt may hold earlier answers of the assistant, which are not in the loss.
         answers = [
             i for i, m in enumerate(messages) if i >= prompt_length and m["role"] == "assistant"
         ]
@@ -155,6 +154,7 @@ def mismatch_answers(samples: Iterable[Sample]) -> Iterator[Sample]:
     pairs = list(samples)
     starts = [int(np.argmax(sample.loss_mask)) for sample in pairs]
     for i, sample in enumerate(pairs):
+        # A derangement: with two pairs or more, no prompt has its own answer.
         j = (i + 1) % len(pairs)
         prompt = slice(starts[i])
         answer = slice(starts[j], None)
@@ -241,6 +241,7 @@ def _check_pairs(lengths: ArrayLike) -> np.ndarray[Any, np.dtype[np.int64]]:
             f"{array.dtype} {array.shape}"
         )
     pairs: np.ndarray[Any, np.dtype[np.int64]] = array.astype(np.int64).reshape(-1, 2)
+    # Both are 0 in a pair that is skipped, as a held-out one is; one alone is an error.
     is_empty_half = (pairs < 1) & (pairs != 0).any(axis=1, keepdims=True)
     if is_empty_half.any():
         document = is_empty_half.ravel().argmax()
@@ -256,6 +257,7 @@ _SAME = "encode_preference_pair: both halves are the same, so there is nothing t
 
 def _split_record(record: Mapping[str, Any]) -> tuple[dict[str, list[dict[str, Any]]], int]:
     """Return the conversations of both halves, and the number of messages in the prompt."""
+    # In the order of the documents of a pair.
     halves: dict[str, list[dict[str, Any]]] = {}
     for name in ("chosen", "rejected"):
         if record.get(name) is None:
@@ -280,6 +282,7 @@ def _split_record(record: Mapping[str, Any]) -> tuple[dict[str, list[dict[str, A
                 where=0,
             )
     else:
+        # A text is one message: of the user in a prompt, of the assistant in a half.
         prompt = _read_messages(record["prompt"], "user", "prompt")
         prompt_length = len(prompt)
         halves = {name: _add_prompt(prompt, half, name) for name, half in halves.items()}

@@ -194,6 +194,7 @@ def _render_qwen3_system(
     if not tools:
         return [] if first is None else _render_im_turn(0, "system", first["content"])
     signatures = "".join("\n" + _to_json(tool) for tool in tools)
+    # Rules follow the system message in its turn, and have one of their own without it.
     rules = QWEN3_BEFORE_TOOLS + signatures + QWEN3_AFTER_TOOLS
     if first is None:
         return [Segment("<|im_start|>system\n" + rules)]
@@ -231,6 +232,7 @@ def _render_qwen3_answer(
         if not isinstance(arguments, str):
             # A string is JSON already.
             arguments = _to_json(arguments)
+        # A call follows words or another call on a line of its own.
         body += "\n" * bool(n or content)
         body += f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
     return _render_im_turn(i, "assistant", body, header)
@@ -303,6 +305,7 @@ def llama3(
 
 
 _FORMAT = (
+    # Without a blank after the full stop, as the models were trained on it.
     'Respond in the format {"name": function name, "parameters": dictionary of argument name and '
     "its value}.Do not use variables.\n\n"
 )
@@ -336,6 +339,7 @@ def _render_llama3_turn(i: int, message: Message) -> tuple[str, str]:
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
+    # As the `tojson` of `transformers` does: letters are not escaped.
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

@@ -37,12 +37,14 @@ def select_messages(messages: Sequence[Message], train: Train) -> set[int]:
     elif callable(train):
         chosen = {i for i, message in enumerate(messages) if train(i, message)}
     else:
+        # Indices, for what neither a role nor a weight can express.
         chosen = set(train)
         if not chosen <= set(range(len(messages))):
             raise ValueError(
                 f"encode_chat: train has the messages {sorted(chosen)}; there are {len(messages)}, "
                 "numbered from 0"
             )
+    # A weight between 0 and 1 would need a loss weight, and a mask has none.
     for i, message in enumerate(messages):
         if message.get("weight", 1) not in (0, 1):
             raise wrong_message(
@@ -93,6 +95,7 @@ def tokenize(
         return np.asarray(ids, np.int64), starts, ends
     # Segment by segment: without offsets, this is the only way to know the tokens of a turn.
     parts = [np.asarray(tokenizer.encode(segment.text), np.int64) for segment in segments]
+    # All tokens of a segment have its range: they are in the loss together, or not at all.
     counts = [len(part) for part in parts]
     edges = np.cumsum([0, *(len(segment.text) for segment in segments)], dtype=np.int64)
     tokens = np.concatenate([np.array([], np.int64), *parts])

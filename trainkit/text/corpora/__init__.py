@@ -5,7 +5,6 @@ from trainkit.text.corpora.open import (
     held_out_documents,
     hold_out,
     is_held_out,
-    match_recorded_names,
     open_conversations,
     open_corpus,
     open_library_corpus,
@@ -17,27 +16,23 @@ from trainkit.text.corpora.pack_corpora import (
     pack_mismatched_answers,
     split_pairs,
 )
-from trainkit.text.corpora.pairs import open_pairs, open_preferences, prolong_answers
+from trainkit.text.corpora.pairs import open_pairs, open_preferences
 from trainkit.text.corpora.python_library import (
-    docstring_conversations,
     is_library_source,
     standard_library,
 )
 from trainkit.text.corpora.records import read_records
 from trainkit.text.corpora.shards import describe_unread_files
 from trainkit.text.corpora.tokens import open_tokens, write_corpus
-from trainkit.text.corpora.verify import describe_corpus, verify_corpus
+from trainkit.text.corpora.verify import verify_corpus
 
 __all__ = [
     "count_document_labels",
-    "describe_corpus",
     "describe_unread_files",
-    "docstring_conversations",
     "held_out_documents",
     "hold_out",
     "is_held_out",
     "is_library_source",
-    "match_recorded_names",
     "open_chats",
     "open_conversations",
     "open_corpora",
@@ -49,7 +44,6 @@ __all__ = [
     "pack_corpora",
     "pack_examples",
     "pack_mismatched_answers",
-    "prolong_answers",
     "read_records",
     "split_pairs",
     "standard_library",

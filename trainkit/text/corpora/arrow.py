@@ -42,18 +42,18 @@ def read_rows(
         ConfigError: pyarrow is missing.
     """
     _import_pyarrow()  # here, not in the generator: a missing library is reported at once
-    rows = enumerate(_iterate_rows(path, start, end, columns), start=1)
+
+    def iterate() -> Iterator[dict[str, Any]]:
+        with _name_file(path):
+            for batch in _read_batches(path, start, end, columns):
+                batch.validate(full=True)  # the offsets of a damaged file may point anywhere
+                # A batch of an .arrow file may be the whole file, and rows as Python objects take
+                # several times the memory of its columns.
+                for first in range(0, batch.num_rows, _ROWS):
+                    yield from batch.slice(first, _ROWS).to_pylist()
+
+    rows = enumerate(iterate(), start=1)
     return ((number, record) for number, record in rows if keep is None or keep(number))
-
-
-def _iterate_rows(
-    path: Path, start: int, end: int | None, columns: Sequence[str] | None
-) -> Iterator[dict[str, Any]]:
-    with _name_file(path):
-        for batch in _read_batches(path, start, end, columns):
-            batch.validate(full=True)  # the offsets of a damaged file may point anywhere
-            for first in range(0, batch.num_rows, _ROWS):
-                yield from batch.slice(first, _ROWS).to_pylist()
 
 
 def split_rows(path: Path, min_bytes: int) -> Iterator[tuple[int, int, int]]:
@@ -85,6 +85,7 @@ def _read_batches(
             has_all = columns is not None and {*columns} <= {*batch.schema.names}
             yield batch.select(columns) if has_all else batch
         return
+    # A column that is missing is an error of the record, which names what it has.
     with _open_parquet(path) as file:
         has_all = columns is not None and {*columns} <= {*file.schema_arrow.names}
         yield from file.iter_batches(
@@ -105,6 +106,7 @@ def _read_arrow_batches(path: Path) -> Iterator[Any]:
     """Yield the record batches of an IPC file or stream, as views of the mapped file."""
     pa = _import_pyarrow()
     with pa.memory_map(str(path)) as file:
+        # The file format has this magic at both ends, and an index of its batches.
         if file.read(6) == b"ARROW1":
             reader = pa.ipc.open_file(file)
             yield from map(reader.get_batch, range(reader.num_record_batches))

@@ -50,6 +50,7 @@ class _ChunkWriter:
             self._write_chunk()
 
     def _write_chunk(self) -> None:
+        # One write for each chunk, whatever the documents' sizes.
         chunk = bytes(self._pending[:CHUNK])
         del self._pending[:CHUNK]
         self.table.extend(hashlib.sha256(chunk).digest())
@@ -91,6 +92,7 @@ def write_content(
     """
     _write(file, bytes(BLOCK), path)  # replaced by the header, which needs all hashes
     content = _ChunkWriter(file, path)
+    # A document is checked against the dtype too: a larger id would wrap around silently.
     limit = min(vocab_size or 1 << 32, 1 << 8 * dtype.itemsize)
     offsets, has_mask = _write_documents(
         content, path, documents, dtype=dtype, limit=limit, columns=columns
@@ -114,6 +116,7 @@ def write_content(
         template=template_hash,
         made_with=made_with,
     )
+    # A file without this last write has no magic, so nothing takes it for a token file.
     file.seek(0)
     _write(file, encode_header(get_header_fields(header)), path)
 
@@ -132,10 +135,15 @@ def _write_documents(
     offsets = array("q", [0])
     has_mask: bool | None = None
     with ExitStack() as stack:
-        # The mask and the columns follow all tokens, so until then they go into files of their own.
-        mask_file, *column_files = [
-            stack.enter_context(_open_nameless(path)) for _ in range(1 + len(columns))
-        ]
+        # The mask and the columns follow all tokens, so until then they go into files of their own,
+        # on the same disk. These have no name: they vanish with the process, however that ends.
+        with convert_disk_errors(path, by="write_corpus"):
+            mask_file, *column_files = [
+                stack.enter_context(
+                    tempfile.TemporaryFile(dir=path.parent, prefix=f".{path.name}.")
+                )
+                for _ in range(1 + len(columns))
+            ]
         for index, given in enumerate(documents):
             document = check_document(
                 given,
@@ -156,6 +164,7 @@ def _write_documents(
             raise DataError(f"{path}: there are no documents to write", where=path)
         # Aligned, so that the sections after the tokens can be viewed in their own dtype.
         content.write(bytes(-offsets[-1] * dtype.itemsize % 8))
+        # In the order of `Header`: loss mask, columns by name.
         for section in [mask_file, *column_files] if has_mask else []:
             _copy_section(section, content, path)
     return offsets, has_mask
@@ -174,9 +183,3 @@ def _copy_section(section: BinaryIO, content: _ChunkWriter, path: Path) -> None:
 def _write(file: BinaryIO, data: bytes, path: Path) -> None:
     with convert_disk_errors(path, by="write_corpus", needed=len(data)):
         file.write(data)
-
-
-def _open_nameless(path: Path) -> Any:
-    """Open a file on the same disk that vanishes with the process, however that ends."""
-    with convert_disk_errors(path, by="write_corpus"):
-        return tempfile.TemporaryFile(dir=path.parent, prefix=f".{path.name}.")

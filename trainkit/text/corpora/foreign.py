@@ -120,6 +120,7 @@ def _read_layout(path: Path) -> tuple[FileLayout, Sidecar]:
     if path.suffix == ".bin" and not path.with_suffix(".idx").exists():
         sidecar = read_sidecar(path)
         return read_raw_layout(path, sidecar), sidecar
+    # An index and a sidecar may disagree about dtype and documents.
     unexpected = sidecar_path(path.with_suffix(".bin"))
     if unexpected.exists():
         raise DataError(
@@ -154,6 +155,7 @@ def _hash_samples(file: BinaryIO, path: Path) -> str:
     """Hash the size of a file, the time of its last write, and a sample of its blocks."""
     # Read, not mapped: a read error raises, while one in mapped memory kills the process.
     stat = os.fstat(file.fileno())
+    # The time stands for the blocks that are not read.
     digest = hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns}".encode())
     for block in _sample_blocks(-(-stat.st_size // BLOCK)):
         digest.update(read_at(file, path, block * BLOCK, BLOCK))
@@ -174,6 +176,7 @@ def _find_documents(tokens: np.ndarray[Any, Any], eos_id: int | None) -> IntArra
         np.flatnonzero(tokens[start : start + BLOCK] == eos_id) + start
         for start in range(0, len(tokens), BLOCK)
     ]
+    # A document includes its eos, so it ends one after it.
     ends = np.concatenate([np.zeros(1, np.int64), *(block + 1 for block in positions)])
     return ends if ends[-1] == len(tokens) else np.append(ends, len(tokens))
 
@@ -191,6 +194,7 @@ def select_npy(root: Path, names: Sequence[str], *, has_text: bool) -> list[str]
     """
     del has_text
     available = set(names)
+    # The files of offsets that sidecars name; a file without a sidecar names none.
     offsets = {
         offsets_path(root / name)
         for name in names

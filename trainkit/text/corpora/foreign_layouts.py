@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
 
     from trainkit.types import IntArray
 
-MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+MEGATRON_MAGIC = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little")
+"""The first bytes of an index, with its version."""
+_MEGATRON_HEADER = struct.Struct("<17sBQQ")
+"""The magic, the code of the dtype, and the numbers of sequences and of documents."""
 MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 
@@ -128,6 +132,7 @@ def _read_npy_header(path: Path) -> tuple[np.dtype[Any], int, int]:
             start = file.tell()
     except (KeyError, OSError, ValueError) as error:
         raise damaged_file(path, ".npy", error) from error
+    # A header is text that anybody can write, with a negative size too.
     if len(shape) != 1 or shape[0] < 0 or dtype.name not in DTYPES:
         raise DataError(
             f"{path}: tokens are integers in one dimension, got {dtype} {shape}",
@@ -157,13 +162,10 @@ def read_megatron_layout(path: Path) -> FileLayout:
     for file_path in (index, path):
         check_readable(file_path)
     with open_file(index) as file:
-        # Magic (9 bytes), version (8), dtype code (1), number of sequences (8), of documents (8).
-        data = file.read(34)
-        if len(data) < 34 or data[:9] != MEGATRON_MAGIC or _int(data[9:17]) != 1:
+        data = file.read(_MEGATRON_HEADER.size)
+        if len(data) < _MEGATRON_HEADER.size or data[:17] != MEGATRON_MAGIC:
             raise DataError(f"{index}: no Megatron index of version 1", where=index, got=data[:17])
-        code = _int(data[17:18])
-        num_sequences = _int(data[18:26])
-        num_documents = _int(data[26:34])
+        _, code, num_sequences, num_documents = _MEGATRON_HEADER.unpack(data)
         if code not in MEGATRON_DTYPES:
             raise DataError(
                 f"{index}: dtype code {code} is no dtype of tokens", where=index, got=code
@@ -182,10 +184,6 @@ def read_megatron_layout(path: Path) -> FileLayout:
     offsets = _megatron_offsets(index, lengths, pointers, ends, dtype.itemsize)
     sources = {index.name: hashlib.sha256(data).hexdigest()[:16]}
     return FileLayout(path, dtype, 0, int(offsets[-1]), offsets, sources)
-
-
-def _int(data: bytes) -> int:
-    return int.from_bytes(data, "little")
 
 
 def _megatron_offsets(
@@ -214,6 +212,7 @@ def _megatron_offsets(
             want=expected,
         )
     _check_increasing(index, ends, len(lengths), "sequences")
+    # `ends` has a leading 0, and one entry for each document: Megatron's `document_indices`.
     return starts[ends]
 
 
@@ -249,6 +248,7 @@ def read_sidecar(path: Path) -> Sidecar:
     # `type(x) is int`, as JSON's `true` is an int for `isinstance`.
     rules: dict[str, Callable[[Any], bool]] = {
         "dtype": lambda x: x in DTYPES,
+        # A name only: with a slash it could be any file of the machine.
         "offsets": lambda x: (
             (type(x) is str and Path(x).name == x and "\0" not in x)
             or (type(x) is list and all(type(i) is int for i in x))
@@ -302,6 +302,7 @@ def _read_sidecar_offsets(
 
 
 def _check_increasing(path: Path, offsets: np.ndarray[Any, Any], end: int, unit: str) -> None:
+    # Equal ones are allowed: a document may be empty.
     increases = len(offsets) > 1 and not (offsets[1:] < offsets[:-1]).any()
     if not increases or offsets[0] != 0 or offsets[-1] != end:
         raise DataError(

@@ -56,11 +56,13 @@ class OpenTokens(Protocol):
 
 
 def _split_nothing(path: Path, min_bytes: int) -> Iterator[tuple[int, int, int]]:
+    # One range: a single process then reads the whole file.
     del min_bytes
     yield 0, 1, path.stat().st_size
 
 
 def _locate_in_whole_file(path: Path, start: int, index: int) -> int:
+    # The only range begins with the first record.
     del path, start
     return index + 1
 
@@ -127,8 +129,10 @@ RECORD_FORMATS: dict[str, RecordFormat] = {
 }
 
 TOKEN_FORMATS: dict[str, TokenFormat] = {
+    # `prepare` writes the tokenizer that it trained next to the token file.
     SUFFIX: TokenFormat(open_part, companions=(".tokenizer.json",)),
     ".npy": TokenFormat(open_foreign, select=select_npy, companions=(".npy.json",)),
+    # The two rows share .bin files: one with an index is Megatron's, the others are raw.
     ".idx": TokenFormat(open_foreign, select=select_megatron),
     ".bin": TokenFormat(open_foreign, select=select_raw, companions=(".bin.json",)),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -42,32 +41,30 @@ def read_json_lines(
     """
     del columns
     for number, (_, line) in enumerate(read_results(path, start, end), start=1):
-        if line.strip() and (keep is None or keep(number)):
-            yield number, _parse_record(line, partial(_describe_line, path, start, number))
+        if not line.strip() or (keep is not None and not keep(number)):
+            continue
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            origin = _describe_line(path, start, number)
+            raise DataError(f"{origin}: bad JSON: {error}", where=origin) from error
+        if not isinstance(record, dict):
+            origin = _describe_line(path, start, number)
+            got = type(record).__name__
+            raise DataError(f"{origin}: must be a JSON object, got {got}", where=origin, got=got)
+        yield number, record
 
 
 def _describe_line(path: Path, start: int, number: int) -> str:
     """Return "file: line N" for line `number` of the range from `start` on, for a message."""
+    # The lines before a range are counted only for an error: it may begin late in a large file.
     lines_before = sum(1 for _ in read_results(path, 0, start)) if start else 0
     return f"{path}: line {lines_before + number}"
 
 
-def _parse_record(line: bytes, describe: Callable[[], str]) -> dict[str, Any]:
-    # The line's number is counted only for an error: a range may begin anywhere in a large file.
-    try:
-        record = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        origin = describe()
-        raise DataError(f"{origin}: bad JSON: {error}", where=origin) from error
-    if not isinstance(record, dict):
-        got = type(record).__name__
-        origin = describe()
-        raise DataError(f"{origin}: must be a JSON object, got {got}", where=origin, got=got)
-    return record
-
-
 def split_json_lines(path: Path, min_bytes: int) -> Iterator[tuple[int, int, int]]:
     """Split a file into ranges of lines of at least `min_bytes`: (start, end, bytes) of each."""
+    # Without reading the file: each boundary is searched from where it should be.
     size = path.stat().st_size
     start = 0
     while start < size:

@@ -22,8 +22,9 @@ from trainkit.text.corpora.python_library import (
 from trainkit.text.corpora.records import describe_record, list_document_files, read_records
 from trainkit.text.corpora.shards import find_token_files, open_parts
 from trainkit.text.corpora.text_files import TEXT_SUFFIXES, check_readable
-from trainkit.text.tokenizers import list_compatible_hashes, make_byte_tokenizer, make_text_encoder
-from trainkit.text.tokenizers.documents import encode_documents
+from trainkit.text.tokenizers import make_byte_tokenizer
+from trainkit.text.tokenizers.documents import encode_documents, make_text_encoder
+from trainkit.text.tokenizers.open import list_compatible_hashes
 from trainkit.types import Corpus, DataError, check_range
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ def open_corpus(
     if eos_id is not None:
         raise ValueError(f"open_corpus: {path}: eos_id is for files of tokens")
     if encode is not None:
+        # An encoder of `make_chat_encoder` has the size of its tokenizer's vocabulary.
         vocab_size = getattr(tokenizer or encode, "vocab_size", None)
         return _encode_files(path, encode, vocab_size, suffixes, keep)
     tokenizer = tokenizer or make_byte_tokenizer()
@@ -131,6 +133,7 @@ def open_corpus(
     corpus = _encode_files(path, encode, getattr(tokenizer, "vocab_size", None), suffixes, keep)
     # A document of BOS and EOS alone has no text.
     num_separators = len(encode_documents(tokenizer, [""])[0])
+    # Better now than a run that trains on separators.
     if (corpus.lengths <= num_separators).all():
         raise DataError(
             f"open_corpus: {path}: there is no text: all documents ({len(corpus.lengths)}) are "
@@ -158,6 +161,7 @@ def _check_tokenizer(path: Path, parts: Sequence[TokenCorpus], tokenizer: Tokeni
     vocab_size = getattr(tokenizer, "vocab_size", None)
     covered = () if tokenizer is None else list_compatible_hashes(tokenizer)
     for part in parts:
+        # As the user gave it to `prepare`, so that it can be given again.
         name = part.made_with.get("tokenizer")
         if part.vocab_size is not None and vocab_size is not None and part.vocab_size > vocab_size:
             advice = "" if name is None else f"; give --tokenizer {name}, which made it"
@@ -337,6 +341,7 @@ def hold_out(
     lengths = corpus.lengths
     if 0 < lengths[mask].sum() * 4 <= lengths.sum():
         return corpus, mask
+    # By part, as the parts stay mapped files: nothing is copied.
     if isinstance(corpus, ConcatCorpus):
         corpus = concat_corpora(_split_documents(part, piece) for part in corpus.parts)
     else:
@@ -355,6 +360,7 @@ def _split_documents(corpus: TokenCorpus, chunk_length: int) -> TokenCorpus:
     # The index of each chunk within its document.
     index = np.arange(chunks_per_document.sum()) - np.repeat(first_chunk, chunks_per_document)
     starts = np.repeat(corpus.offsets[:-1], chunks_per_document) + index * chunk_length
+    # Other documents are another corpus, so its digest is another one too.
     digest = corpus.digest
     return attrs.evolve(
         corpus,
@@ -383,6 +389,7 @@ def count_document_labels(corpus: TokenCorpus | ConcatCorpus) -> np.ndarray[Any,
         >>> count_document_labels(corpus)
         array([1, 0])
     """
+    # By part: the documents of a `ConcatCorpus` have no common array.
     counts = []
     for part in getattr(corpus, "parts", [corpus]):
         part_counts = np.maximum(part.lengths - 1, 0)
@@ -467,6 +474,7 @@ def _encode_files(
         kinds = f"files ending in {', '.join(suffixes)}" if path.is_dir() else "lines or rows"
         if not names:
             raise DataError(f"{path}: no documents: of its {kinds}, none is selected", where=path)
+        # A chat encoder returns no tokens for a conversation that it drops.
         dropped = getattr(encode, "counts", {}).get("dropped", 0)
         raise DataError(
             f"{path}: no documents: of its {kinds}, none has a token"
@@ -486,6 +494,7 @@ def encode_record(encode: Callable[[Any], T], record: Mapping[str, Any], origin:
         >>> encode_record(len, {"a": 1}, "x.jsonl: line 1")
         1
     """
+    # An encoder is anybody's code: whatever it raises, the record is named.
     try:
         return encode(record)
     except Exception as error:

@@ -68,13 +68,16 @@ def open_corpora(
         ['web']
     """
     log(f"reading {', '.join(map(str, paths)) or 'the source of the standard library'}")
+    # Before any is opened, as that may take minutes.
     for path in paths:
         if ignored := describe_unread_files(path):
             log(ignored)
     if not paths:
         return match_recorded_names({"library": open_library_corpus(tokenizer)}, recorded or {})
+    # Its documents would be in the mixture twice, and two corpora would have one name.
     if len(set(paths)) < len(paths):
         raise ConfigError(f"--data names a corpus twice: {', '.join(map(str, paths))}")
+    # A model folder without a template leaves the files unchecked.
     template = template or locate_template(init)
     are_unique = len({path.stem for path in paths}) == len(paths)
     corpora = {

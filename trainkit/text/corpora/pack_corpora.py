@@ -82,6 +82,7 @@ def pack_corpora(
             seed=seed,
         )
         reports[name] = {
+            # With length 0 held-out documents count as empty, not as dropped.
             **report_packing(rows[name].bins, corpus.lengths * ~mask),
             "empty_documents": int((corpus.lengths == 0).sum()),
             "held_out_documents": int(mask.sum()),
@@ -120,6 +121,7 @@ def pack_examples(
     def encode(question: str, answer: str) -> Sample:
         prompt = [*bos, *tokenizer.encode(question)]
         completion = [*tokenizer.encode(answer), tokenizer.eos_id]
+        # Encoded separately, so that generation, which sees the prompt alone, has the same tokens.
         tokens = np.array([*prompt, *completion])
         return Sample(tokens, np.arange(len(tokens)) >= len(prompt))
 
@@ -195,7 +197,9 @@ def pack_mismatched_answers(rows: PackedCorpus) -> PackedCorpus:
         >>> others.corpus.tokens.tolist()
         [0, 7, 2, 5]
     """
+    # Only pairs that are in a row, neither dropped nor held out.
     corpus: Any = rows.corpus
+    # Every row has whole pairs, chosen first, so the even places are the chosen halves.
     chosen = set(rows.bins.documents[::2].tolist())
     halves: Iterator[Any] = (
         half for document, half in enumerate(iterate_documents(corpus)) if document in chosen

@@ -145,6 +145,7 @@ def prolong_answers(
         (name, *(message["content"] for message in conversation["messages"]))
         for name, conversation in conversations
     ]
+    # The next function's docstring, mostly of the same file: the same style and subject.
     shifted = [*turns[1:], *turns[:1]]
     for (name, prompt, chosen), (_, _, next_answer) in zip(turns, shifted, strict=True):
         yield (

@@ -67,25 +67,22 @@ def docstring_conversations() -> Iterator[tuple[str, dict[str, Any]]]:
     """
     files = read_records(standard_library(), suffixes=(".py",), keep=is_library_source)
     for path, record in files:
-        for line, signature, purpose in _list_documented_functions(record["text"]):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # invalid escapes in third-party sources
+                tree = ast.parse(record["text"])
+        except SyntaxError:
+            continue
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            first_paragraph = (ast.get_docstring(node) or "").split("\n\n")[0]
+            purpose = " ".join(first_paragraph.split())
+            if not purpose:
+                continue
+            signature = f"def {node.name}({ast.unparse(node.args)})"
             messages = [
                 {"role": "user", "content": signature},
                 {"role": "assistant", "content": purpose},
             ]
-            yield f"{path}:{line}", {"messages": messages}
-
-
-def _list_documented_functions(text: str) -> Iterator[tuple[int, str, str]]:
-    """Yield (line, signature, first paragraph of the docstring) of a module's functions."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in third-party sources
-            tree = ast.parse(text)
-    except SyntaxError:
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            first_paragraph = (ast.get_docstring(node) or "").split("\n\n")[0]
-            purpose = " ".join(first_paragraph.split())
-            if purpose:
-                yield node.lineno, f"def {node.name}({ast.unparse(node.args)})", purpose
+            yield f"{path}:{node.lineno}", {"messages": messages}

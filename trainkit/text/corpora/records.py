@@ -138,6 +138,7 @@ def _read_text_records(
 ) -> Records:
     for name in names:
         if keep is None or keep(name):
+            # Hashed while it is read: a text file is read once.
             digest = hashlib.sha256()
             text = read_text(root / name, on_bytes=digest.update)
             if sources is not None:
@@ -161,6 +162,7 @@ def _read_file_records(
     )
 
     def iterate() -> Records:
+        # A pass of its own: the readers open the file themselves.
         if sources is not None:
             with open_file(path) as file:
                 sources[source] = hash_file(file, path)[:16]
@@ -171,6 +173,7 @@ def _read_file_records(
 
 
 def _read_shard(root: Path, name: str, keep: Keep, sources: dict[str, str] | None) -> Records:
+    # Only when its turn comes: a directory may hold a million files.
     check_readable(root / name)
     records = _read_file_records(
         root / name,

@@ -55,6 +55,7 @@ def find_token_files(
         return [path.name] if path.suffix in TOKEN_FORMATS else []
     names = list_files(path)
     texts = [name for name in names if name.endswith(tuple(suffixes))]
+    # Records count as text: next to token files they may be the source of these.
     texts = texts or [name for name in names if name.endswith(tuple(RECORD_FORMATS))]
     # Without text all token files count: their documents have no names to select by.
     if texts and keep is not None:
@@ -161,6 +162,7 @@ def open_parts(
             # Fewer chunks of each of many files, so that opening them takes no longer.
             max_chunks=None if full else max(1, min(SAMPLED, _MAX_CHUNKS // len(names))),
         )
+        # Parts in different folders may have the same name.
         folder = name[: -len(path.name)]
         parts[name] = attrs.evolve(
             part,
@@ -178,6 +180,7 @@ def _check_eos(root: Path, parts: Mapping[str, TokenCorpus], eos_id: int | None)
     for name in parts:
         sidecar = read_sidecar(root / name) if name.endswith(FOREIGN_SUFFIXES) else Sidecar()
         eos = sidecar.eos_id if eos_id is None else eos_id
+        # Only there do documents depend on the eos.
         if sidecar.offsets is None and eos is not None:
             eos_ids[name] = eos
     if not eos_ids or any(

@@ -22,6 +22,12 @@ TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")
 BLOCK = 1 << 20
 WAITS = (0.1, 0.2, 0.4)
 """Seconds to wait before each retry of a failed read."""
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
 
 
 def list_files(root: Path) -> list[str]:
@@ -47,6 +53,7 @@ def list_files(root: Path) -> list[str]:
 def list_linked_folders(root: Path) -> list[str]:
     """List the links to directories below a directory; `list_files` does not follow them."""
     return sorted(
+        # `os.walk` lists a link to a folder among the folders, and does not enter it.
         (Path(folder) / name).relative_to(root).as_posix()
         for folder, folders, _ in os.walk(root)
         for name in folders
@@ -67,6 +74,7 @@ def read_text(path: Path, *, on_bytes: Callable[[bytearray], object] = bool) -> 
         DiskError: The disk fails.
     """
     check_readable(path)
+    # Not `path.read_text`: it would translate line ends.
     data = bytearray()
     with open_file(path) as file:
         for block in read_blocks(file, path):
@@ -74,6 +82,7 @@ def read_text(path: Path, *, on_bytes: Callable[[bytearray], object] = bool) -> 
             if b"\0" in block:
                 raise _not_text(path, f"a NUL byte at byte {len(data) + block.index(0)}")
             data += block
+    # Before decoding: a caller hashes the bytes, not the text.
     on_bytes(data)
     try:
         return data.decode()
@@ -96,10 +105,8 @@ def check_readable(path: Path) -> None:
             raise DataError(f"{path}: a link that leads nowhere", where=path) from error
         raise
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise DataError(
-            f"{path}: neither a regular file nor a directory, but {_describe_mode(mode)}",
-            where=path,
-        )
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise DataError(f"{path}: neither a regular file nor a directory, but {kind}", where=path)
 
 
 def check_name(path: Path) -> None:
@@ -236,13 +243,3 @@ def _not_text(path: Path, reason: str) -> DataError:
         where=path,
         hint="leave it out with `keep`, or convert it to UTF-8",
     )
-
-
-def _describe_mode(mode: int) -> str:
-    kinds = {
-        "a pipe": stat.S_ISFIFO,
-        "a socket": stat.S_ISSOCK,
-        "a character device": stat.S_ISCHR,
-        "a block device": stat.S_ISBLK,
-    }
-    return next((kind for kind, matches in kinds.items() if matches(mode)), "something else")

@@ -150,6 +150,7 @@ def encode_header(fields: Mapping[str, Any]) -> bytes:
     text = orjson.dumps({"version": VERSIONS["columns" in fields], **fields})
     if len(text) > BLOCK - 48:
         raise ValueError(f"a header of {len(text)} bytes is too long: give columns shorter names")
+    # The hash of the header is outside the JSON that it covers.
     block = MAGIC + len(text).to_bytes(8, "little") + hashlib.sha256(text).digest() + text
     return block.ljust(BLOCK, b"\0")
 
@@ -185,6 +186,7 @@ def read_header(file: BinaryIO, path: Path) -> Header:
         raise DataError(
             f"{path}: this token file has a header that is no JSON: {error}", where=path
         ) from error
+    # Before the other fields, as those of another version may mean something else.
     version = fields.get("version") if isinstance(fields, dict) else None
     if version not in VERSIONS:
         raise DataError(
@@ -194,6 +196,7 @@ def read_header(file: BinaryIO, path: Path) -> Header:
             got=version,
             want=VERSIONS,
         )
+    # From here on a field is what the writer wrote; a bug or a forger may have written anything.
     header = _parse_header(fields, path)
     size = os.fstat(file.fileno()).st_size
     # From here on sections can be sliced without checks: the file holds all of them.
@@ -218,6 +221,7 @@ def _parse_header(fields: dict[str, Any], path: Path) -> Header:
             got=dtype,
             want=DTYPES,
         )
+    # `type(x) is int`, as JSON's `true` is an int for `isinstance`.
     rules: dict[str, Callable[[Any], bool]] = {
         "documents": lambda x: type(x) is int and x >= 1,
         "tokens": lambda x: type(x) is int and x >= 0,
@@ -286,6 +290,7 @@ def check_chunks(
     Raises:
         DataError: The table or a chunk has changed. The message names the byte.
     """
+    # The hash in the header makes the table trustworthy, and the table each chunk.
     table = read_at(file, path, header.table_at, HASH * header.chunks)
     if hashlib.sha256(table).hexdigest() != header.table_sha256:
         raise DataError(
@@ -337,6 +342,7 @@ def check_ids(
     can_exceed = tokens.dtype.kind == "i" or limit < 1 << 8 * tokens.itemsize
     if low >= 0 and (not can_exceed or int(tokens.max(initial=0)) < limit):
         return
+    # Only now, as it takes memory for every token: the position of the first.
     worst = int(((tokens < 0) | (tokens >= limit)).argmax())
     index = start + worst
     document = int(np.searchsorted(offsets, index, side="right")) - 1

@@ -93,6 +93,7 @@ def write_corpus(
     path = Path(path)
     if path.suffix != SUFFIX:
         raise ValueError(f"write_corpus: the file must end in {SUFFIX}, got {path}")
+    # The dtype is fixed before the first document, as the file is written in one pass.
     token_dtype = np.dtype(dtype) if dtype is not None else smallest_dtype(vocab_size)
     if token_dtype.name not in DTYPES:
         raise ValueError(
@@ -167,11 +168,13 @@ def open_part(
     values = {}
     sections = zip(header.columns.items(), pairwise(header.values_at), strict=True)
     for (name, column), (start, end) in sections:
+        # A section is padded to 8 bytes.
         flat = data[start:end].view(column.dtype)[: header.tokens * column.width]
         values[name] = flat.reshape(-1, *column.inner)
     offsets = data[header.offsets_at : header.table_at].view("<i8")
     _check_offsets(offsets, header, path, is_hashed=max_chunks != 0)
     for start, end in checked:
+        # Chunks may reach beyond the tokens; slices end there.
         first = (start - BLOCK) // dtype.itemsize
         check_ids(
             tokens[first : (end - BLOCK) // dtype.itemsize],
@@ -205,6 +208,7 @@ def _check_offsets(
             f"{path}: this token file has offsets that do not rise from 0 to {header.tokens}",
             where=path,
         )
+    # Whichever chunks were sampled: a wrong offset may shift documents throughout the file.
     if is_hashed and hashlib.sha256(offsets.tobytes()).hexdigest() != header.offsets_sha256:
         raise DataError(
             f"{path}: this token file has offsets that were changed after they were written",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from trainkit.types import DataError, DiskError
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Iterator
 
 _SHOWN_TOKENS = 32
 
@@ -39,45 +41,41 @@ def verify_corpus(path: str | os.PathLike[str], *, vocab_size: int | None = None
         True
     """
     path = Path(path)
-    documents, tokens, problems = _read_all(path, vocab_size)
+    root = path if path.is_dir() else path.parent
+    problems: list[str] = []
+    names: list[str] | None = None
+    documents = 0
+    tokens = 0
+
+    @contextmanager
+    def collect_problem() -> Iterator[None]:
+        try:
+            yield
+        except (DataError, DiskError) as error:
+            problems.append(str(error))
+
+    with collect_problem():
+        check_readable(path)
+        names = find_token_files(path)
+    for name in names or ():
+        with collect_problem():
+            # One by one: a damaged file must not hide the problems of the others.
+            [corpus] = open_parts(root, [name], vocab_size=vocab_size, full=True)
+            documents += len(corpus.offsets) - 1
+            tokens += len(corpus.tokens)
+    if names == []:  # text or records
+        with collect_problem():
+            for _ in read_records(path):
+                documents += 1
+            if not documents:
+                raise DataError(f"{path}: there are no documents", where=path)
     return {
         "path": str(path),
         "ok": not problems,
         "problems": problems,
         "documents": documents,
-        "tokens": tokens,
+        "tokens": tokens if names else None,
     }
-
-
-def _read_all(path: Path, vocab_size: int | None) -> tuple[int, int | None, list[str]]:
-    """Return the numbers of valid documents and tokens, and the problems."""
-    problems: list[str] = []
-    documents = 0
-    tokens = 0
-    try:
-        check_readable(path)
-        names = find_token_files(path)
-    except (DataError, DiskError) as error:
-        return 0, None, [str(error)]
-    root = path if path.is_dir() else path.parent
-    for name in names:
-        try:
-            [corpus] = open_parts(root, [name], vocab_size=vocab_size, full=True)
-        except (DataError, DiskError) as error:
-            problems.append(str(error))
-        else:
-            documents += len(corpus.offsets) - 1
-            tokens += len(corpus.tokens)
-    if names:
-        return documents, tokens, problems
-    try:
-        for _ in read_records(path):
-            documents += 1
-    except (DataError, DiskError) as error:
-        problems.append(str(error))
-    if not documents and not problems:
-        problems.append(f"{path}: there are no documents")
-    return documents, None, problems
 
 
 def describe_corpus(path: str | os.PathLike[str], *, document: int = 0) -> dict[str, Any]:
@@ -110,6 +108,7 @@ def describe_corpus(path: str | os.PathLike[str], *, document: int = 0) -> dict[
         "path": str(path),
         "documents": len(lengths),
         "tokens": int(lengths.sum()),
+        # The parts of a directory may have different dtypes.
         "dtype": sorted({part.tokens.dtype.name for part in getattr(corpus, "parts", [corpus])}),
         "vocab_size": corpus.vocab_size,
         "columns": {name: attrs.asdict(column) for name, column in corpus.columns.items()},

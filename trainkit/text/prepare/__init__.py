@@ -1,9 +1,7 @@
 """Preparing a corpus: text into a token file, in parallel and restartable."""
 
-from trainkit.text.prepare.prepare import PrepareProgress, PrepareResult, prepare_corpus
+from trainkit.text.prepare.prepare import prepare_corpus
 
 __all__ = [
-    "PrepareProgress",
-    "PrepareResult",
     "prepare_corpus",
 ]

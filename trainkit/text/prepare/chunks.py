@@ -86,6 +86,7 @@ def split_source(
         return [chunk for name in selected for chunk in _split_file(path / name, chunk_bytes)]
     if keep is not None:
         raise ValueError(f"prepare: {path}: only files of a directory can be left out by name")
+    # One text file is a directory of one.
     if path.name.endswith(tuple(suffixes)):
         return _split_text_files(path.parent, [path.name], chunk_bytes)
     if path.suffix not in RECORD_FORMATS:
@@ -108,6 +109,7 @@ def read_chunk(chunk: Chunk, *, columns: Sequence[str] | None = None) -> Iterato
         DataError: A file changed after the source was split, a document cannot be read, or a line
             is no JSON object. The message names it.
     """
+    # Before and after: otherwise a part could mix two versions of a file.
     _check_unchanged(chunk)
     if chunk.path.is_dir():
         for name, _, _ in chunk.files:

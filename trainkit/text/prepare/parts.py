@@ -180,6 +180,7 @@ def identify(value: Any) -> str:
             source = ""
         digest = hashlib.sha256(source.encode()).hexdigest()[:16]
         return f"{value.__module__}.{value.__qualname__} {digest}"
+    # `identify` of each raises for what has no stable text, such as an object.
     if isinstance(value, Sequence) and not isinstance(value, str) and all(map(identify, value)):
         return repr(value)
     if isinstance(value, Mapping) and all(map(identify, [*value, *value.values()])):
@@ -206,6 +207,7 @@ def make_part_writer(work: Work) -> WritePart:
         DiskError: A part cannot be written.
     """
     encode_record = None if work.make_encode is None else work.make_encode(work.tokenizer)
+    # The encoder's counter runs on; a part has the difference.
     counter = getattr(encode_record, "counts", {})
     columns = check_columns("prepare", getattr(encode_record, "columns", None))
     vocab_size = work.settings["vocab_size"]
@@ -272,26 +274,20 @@ def _encode_chunk(
         try:
             documents = encode_batch(batch)
         except Exception:
-            _raise_for_record(encode_batch, batch, chunk, count)
+            # Again one by one: the first record that fails alone is named, with its file and line.
+            for index, record in enumerate(batch, start=count):
+                try:
+                    encode_batch([record])
+                except Exception as error:
+                    origin = describe_document(chunk, index)
+                    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                    raise DataError(f"{origin}: {kind}{error}", where=origin) from error
             raise
         yield from documents
         count += len(batch)
         if time.monotonic() - last_heartbeat > _HEARTBEAT:
             last_heartbeat = time.monotonic()
             heartbeat()
-
-
-def _raise_for_record(
-    encode_batch: EncodeBatch, records: Sequence[Mapping[str, Any]], chunk: Chunk, start: int
-) -> None:
-    """Encode records one by one, and raise for the first that fails, with its file and line."""
-    for index, record in enumerate(records, start=start):
-        try:
-            encode_batch([record])
-        except Exception as error:
-            origin = describe_document(chunk, index)
-            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-            raise DataError(f"{origin}: {kind}{error}", where=origin) from error
 
 
 def _part_path(folder: Path, index: int) -> Path:
@@ -319,6 +315,7 @@ def read_finished_part(
         if stored_key.get(name) != expected:
             return None, _describe_change(name, stored_key.get(name), expected)
     try:
+        # All of it, since the disk may have lost what a killed machine had written.
         if part.digest is not None:
             _open_part(path, part, check="full")
     except DataError as error:

@@ -154,7 +154,9 @@ def prepare_corpus(
             or Dask's `client.get_executor()` for the cores of several machines, which must all see
             the source and the folder of `out`, and have the same trainkit. It is not shut down.
         chunk_bytes: The minimum size of a chunk; by default 4 MiB, or a 4096th of the source.
-        timeout: Seconds without a heartbeat after which processes are taken to hang.
+        timeout: Seconds without a heartbeat after which processes are taken to hang. The processes
+            of a pool have at least 60 seconds to start; those of an `executor` may wait for any
+            time, as in the queue of a cluster.
         log: Called with messages, for example about parts that are reused.
         progress: Called whenever a part is finished.
 
@@ -186,8 +188,11 @@ def prepare_corpus(
     folder = out.with_name(f"{out.name}.parts")
     work = make_work(folder, tokenizer, make_encode, field, template_hash=template_hash)
     sources = [Path(path) for path in ([source] if isinstance(source, str | Path) else source)]
+    # A function of the files alone: the next run finds the same parts.
     chunks = split_sources(sources, suffixes=suffixes, keep=keep, chunk_bytes=chunk_bytes)
-    _log_unread_files(sources, (*suffixes, *RECORD_FORMATS), log)
+    for path in sources:
+        if message := describe_unread_files(path, (*suffixes, *RECORD_FORMATS)):
+            log(message)
     with lock_output(out), _make_parts_folder(work.folder):
         reused = _find_finished_parts(work, chunks, log)
         report = _ProgressReport(chunks, reused, progress, start_time)
@@ -293,16 +298,11 @@ def split_sources(
             raise DataError(f"prepare: {path}: there are no documents{reason}", where=path)
         chunks += part
     if chunk_bytes is None and len(chunks) > _MAX_CHUNKS:
+        # Fewer, larger chunks: each is two files and a task.
         larger = sum(chunk.bytes for chunk in chunks) // _MAX_CHUNKS
         if larger > _MIN_CHUNK_BYTES:
             return split_sources(sources, suffixes=suffixes, keep=keep, chunk_bytes=larger)
     return chunks
-
-
-def _log_unread_files(sources: Sequence[Path], suffixes: Sequence[str], log: Log) -> None:
-    for path in sources:
-        if message := describe_unread_files(path, suffixes):
-            log(message)
 
 
 def _find_finished_parts(work: Work, chunks: Sequence[Chunk], log: Log) -> dict[int, Tally]:
@@ -338,24 +338,41 @@ def _write_parts(
     """Write the missing parts; return the number of processes, None with an executor."""
     missing = {index: chunk for index, chunk in enumerate(chunks) if index not in report.parts}
     if executor is not None:
-        write_parts(work, missing, executor, timeout=timeout, on_part=report.add)
+        write_parts(
+            work,
+            missing,
+            executor,
+            starts_at_once=False,
+            timeout=timeout,
+            on_part=report.add,
+        )
         return None
     if workers is None:
         is_small = sum(chunk.bytes for chunk in missing.values()) < _SMALL
         workers = 1 if is_small else len(os.sched_getaffinity(0))
+    # No process without a chunk.
     workers = max(1, min(workers, len(missing)))
+    # Here, as a process would only add its start.
     if workers == 1:
         write = make_part_writer(work)
         for index, chunk in missing.items():
             report.add(index, write(index, chunk, bool))
     else:
         with process_pool(workers) as pool:
-            write_parts(work, missing, pool, timeout=timeout, on_part=report.add)
+            write_parts(
+                work,
+                missing,
+                pool,
+                starts_at_once=True,
+                timeout=timeout,
+                on_part=report.add,
+            )
     return workers
 
 
 def _check_content(total: Tally, sources: Sequence[Path], log: Log) -> None:
     """Raise DataError if all documents are empty; log a warning if answers are hidden."""
+    # Dropped conversations have no tokens, and are not among the empty documents.
     dropped = total.counts.get("dropped", 0)
     if total.empty_documents + dropped >= total.documents:
         names = ", ".join(map(str, sources))
@@ -407,6 +424,7 @@ def _concat_parts(
     with convert_disk_errors(out, by="prepare"):
         temporary.replace(out)
         fsync_folder(out.parent)
+    # Last: until the file has reached the disk, a run that is killed resumes from the parts.
     shutil.rmtree(work.folder)
     return written
 
@@ -460,6 +478,7 @@ def lock_output(out: Path, *, function: str = "prepare") -> Iterator[None]:
         if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
             break
         file.close()  # the process that had the lock has deleted the file: lock a new one
+    # For the message of a process that comes meanwhile.
     try:
         file.truncate(0)
         file.write(str(os.getpid()))

@@ -6,6 +6,7 @@ which it touches every half second, so that a process that hangs or has died can
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import secrets
@@ -27,11 +28,15 @@ from trainkit.text.prepare.parts import Tally, Work, WritePart, code_version, ma
 from trainkit.types import DataError, TrainkitError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
     from concurrent.futures import Executor, Future
     from multiprocessing.process import BaseProcess
 
     from trainkit.text.prepare.chunks import Chunk
+
+# Before its first heartbeat a process imports torch, and the caller's script.
+_MIN_START_SECONDS = 60.0
+_EXIT_SECONDS = 10.0  # that a process which was sent SIGTERM has to end
 
 
 def write_parts(
@@ -39,6 +44,7 @@ def write_parts(
     chunks: Mapping[int, Chunk],
     executor: Executor,
     *,
+    starts_at_once: bool,
     timeout: float,
     on_part: Callable[[int, Tally], None],
 ) -> None:
@@ -48,8 +54,9 @@ def write_parts(
         work: The settings of all parts.
         chunks: The chunks, by the indices of their parts.
         executor: Calls a function in another process.
-        timeout: Seconds without a heartbeat after which the processes that work on a chunk are
-            taken to hang.
+        starts_at_once: Whether processes that start no chunk are taken to hang too. Those of a
+            cluster may wait in its queue for any time.
+        timeout: Seconds without a heartbeat after which processes are taken to hang.
         on_part: Called with a part's index and counts, once it is written.
 
     Raises:
@@ -62,26 +69,30 @@ def write_parts(
     # Dask returns the old result for a call with the same arguments: each run has its own name.
     job = _Job(secrets.token_hex(8), code_version(), work)
     futures: dict[Future[Tally], int] = {}
+    processes: set[BaseProcess] = set()
     try:
         with _interrupts_wait():
             for index, chunk in chunks.items():
                 absolute = attrs.evolve(chunk, path=chunk.path.absolute())
                 futures[executor.submit(_write, job, index, absolute)] = index
-        processes = active_children()
-        for future in _iterate_finished(futures, work.folder, timeout):
+                # A pool starts its processes one by one, and the first may be dead before the last
+                # chunk is submitted: then it is no longer among the active ones.
+                processes.update(active_children())
+        start_limit = max(timeout, _MIN_START_SECONDS) if starts_at_once else math.inf
+        for future in _iterate_finished(futures, work.folder, timeout, start_limit):
             index = futures[future]
             try:
                 part = future.result()
-            except BrokenExecutor as error:
-                raise _find_dead_process(processes, work.folder) from error
+            except (ValueError, BrokenExecutor):  # every TrainkitError is a ValueError
+                raise
             except Exception as error:
-                if isinstance(error, ValueError):  # TrainkitErrors among them
-                    raise
                 raise DataError(
                     f"prepare: {type(error).__name__}: {error}, at chunk {index}: "
                     f"{describe_chunk(chunks[index])}"
                 ) from error
             on_part(index, part)
+    except BrokenExecutor as error:
+        raise _find_dead_process(processes, work.folder) from error
     finally:
         for future in futures:
             future.cancel()
@@ -99,9 +110,9 @@ def _interrupts_wait() -> Iterator[None]:
 
 
 def _iterate_finished(
-    futures: Iterable[Future[Tally]], folder: Path, timeout: float
+    futures: Iterable[Future[Tally]], folder: Path, timeout: float, start_limit: float
 ) -> Iterator[Future[Tally]]:
-    """Yield futures as they finish; raise if there are heartbeat files and none changes."""
+    """Yield futures as they finish; raise if no heartbeat file changes, or if there is none."""
     pending = set(futures)
     heartbeats: dict[str, int] = {}
     last_change = time.monotonic()
@@ -111,10 +122,11 @@ def _iterate_finished(
         before = heartbeats
         heartbeats = _read_heartbeats(folder)
         silent_seconds = time.monotonic() - last_change
-        if finished or heartbeats != before or not heartbeats:
+        if finished or heartbeats != before:
             last_change = time.monotonic()
-        elif silent_seconds > timeout:
-            raise _process_error(heartbeats, f"has sent no heartbeat for {silent_seconds:.0f} s")
+        elif silent_seconds > (timeout if heartbeats else start_limit):
+            problem = "has sent no heartbeat" if heartbeats else "has started no chunk"
+            raise _process_error(heartbeats, f"{problem} for {silent_seconds:.0f} s")
 
 
 def _read_heartbeats(folder: Path) -> dict[str, int]:
@@ -126,19 +138,24 @@ def _read_heartbeats(folder: Path) -> dict[str, int]:
     return heartbeats
 
 
-def _find_dead_process(processes: Iterable[BaseProcess], folder: Path) -> DataError:
-    """Return the error for a pool in which one process has died, and the others were terminated."""
+def _find_dead_process(processes: Collection[BaseProcess], folder: Path) -> DataError:
+    """Return the error for a pool in which one process died; the pool terminates the others."""
     heartbeats = _read_heartbeats(folder)
-    for process in processes:
-        process.join(timeout=5)
-        code = process.exitcode or 0
-        if code not in {0, -signal.SIGTERM}:
+    deadline = time.monotonic() + _EXIT_SECONDS
+    while True:
+        codes = {process.pid: process.exitcode for process in processes}
+        for pid, code in codes.items():
+            if code is None or code in {0, -signal.SIGTERM}:
+                continue
             cause = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            prefix = f"process {process.pid} "
-            names = [name for name in heartbeats if name.startswith(prefix)]
+            names = [name for name in heartbeats if name.startswith(f"process {pid} ")]
             names = names or ["a process, before its first chunk,"]
             return _process_error(names, f"was ended {cause}")
-    return _process_error(heartbeats, "has ended")
+        # The pool's thread waits for its processes too. The exit code of one that it reaps is None
+        # until it has stored it: asking the system again finds no such child.
+        if None not in codes.values() or time.monotonic() > deadline:
+            return _process_error(heartbeats, "has ended")
+        time.sleep(0.05)
 
 
 def _process_error(names: Iterable[str], problem: str) -> DataError:
@@ -229,12 +246,12 @@ def process_pool(workers: int) -> Iterator[Executor]:
 
 def _initialize_process() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-
-
-def _exit_with_parent() -> None:
-    # A killed parent cannot shut its pool down, and workers would wait for chunks forever.
     parent = parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+
+    def exit_with_parent() -> None:
+        # A killed parent cannot shut its pool down, and workers would wait for chunks forever.
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=exit_with_parent, daemon=True).start()

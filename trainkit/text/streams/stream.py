@@ -72,6 +72,7 @@ def make_document_opener(
 
     def open_documents(first: int) -> Iterator[ArrayLike | Sample]:
         documents = iter(make_iterator())
+        # Read and thrown away: an iterator has no other way to a later document.
         count = sum(1 for _ in islice(note_document(documents, 0), first))
         if count < first:
             raise DataError(
@@ -224,6 +225,7 @@ def make_stream_reader(
 
 def _read_position(cursor: Cursor) -> Position:
     num_fields = len(attrs.fields(Position))
+    # A cursor at the very start has none.
     if len(cursor.stream) not in (0, num_fields):
         raise ValueError(
             f"pack_stream: a cursor of a stream holds {num_fields} integers, got {cursor.stream}: "
@@ -250,6 +252,7 @@ def _iterate_steps(
         if num_used:
             _check_window(window, position)
         while num_used < len(window.order):
+            # Of this window, up to the end of the step: the next window may fill the rest.
             chosen = window.order[num_used : num_used + num_missing]
             step_rows.append((window, chosen))
             num_used += len(chosen)
@@ -269,6 +272,7 @@ def _iterate_steps(
             "of the save, or start from scratch with Cursor()",
             where=f"document {position.document}",
         )
+    # The end of the stream: padding rows fill its last step.
     if last is not None and step_rows:
         yield _make_step(step_rows, rows, _make_cursor(batch + 1, last, len(last.order)))
 
@@ -307,9 +311,11 @@ def _make_step(step_rows: list[tuple[Window, IntArray]], rows: int, cursor: Curs
         bins = select_rows(window.bins, chosen)
         counts.append(np.diff(bins.offsets))
         tokens = Document(corpus.tokens, corpus.loss_mask, corpus.values)
+        # Pieces as ranges of the window's tokens.
         starts = corpus.offsets[bins.documents] + bins.starts
         for start, length in zip(starts.tolist(), bins.lengths.tolist(), strict=True):
             parts.append(tokens[start : start + length])
+    # `counts` has a leading 0 besides the rows.
     num_padding_rows = rows + 1 - sum(map(len, counts))
     counts.append(np.zeros(num_padding_rows, np.int64))
     first = step_rows[0][0]

@@ -87,8 +87,11 @@ def iterate_windows(
             if skip:
                 pending = _skip_tokens(pending, skip, position.document)
                 skip = 0
-            # The document begins the next window.
-            if not room and not _has_no_tokens(pending, options):
+            # The document begins the next window; one without tokens, or that is to be dropped,
+            # still belongs to this one.
+            size = len(pending)
+            is_dropped = options.overlong == "drop" and size > options.capacity
+            if not room and size and not is_dropped:
                 break
             take, has_rest, end = _choose_part(pending, position, room, options)
             # A long document begins a window of its own, if this one has no room for a row.
@@ -104,12 +107,6 @@ def iterate_windows(
             yield _pack_window(start, position, parts, options)
 
 
-def _has_no_tokens(document: Document, options: WindowOptions) -> bool:
-    """Return whether a document adds no token to a window: it is empty, or will be dropped."""
-    size = len(document)
-    return not size or (options.overlong == "drop" and size > options.capacity)
-
-
 def _choose_part(
     document: Document, position: Position, room: int, options: WindowOptions
 ) -> tuple[int, bool, Position]:
@@ -120,6 +117,7 @@ def _choose_part(
     size = len(document)
     capacity = options.capacity
     next_document = attrs.evolve(position, document=position.document + 1, token=0)
+    # The window may grow beyond its size by this document: nothing is split in vain.
     if size <= capacity or (options.overlong == "split" and size <= options.window_tokens):
         return size, False, next_document
     if options.overlong == "split":
@@ -133,6 +131,7 @@ def _choose_part(
             got=size,
             want=capacity,
         )
+    # Truncated to a row, or dropped.
     take = capacity if options.overlong == "truncate" else 0
     return (
         take,
@@ -171,6 +170,7 @@ def note_document(
             yield document
             index += 1
     except Exception as error:
+        # The same object with a note, as callers handle exceptions of their own source.
         error.add_note(f"stream: while reading document {index}")
         raise
 
@@ -194,7 +194,21 @@ def _pack_window(
     # The order depends on where the window begins, not on how many came before it.
     key = make_key(options.seed, "window", start.document, start.token)
     order = permute(np.arange(len(bins)), len(bins), key) if len(bins) else np.arange(0)
-    return Window(start, end, corpus, bins, order, _hash_window(end, corpus, bins, order))
+    arrays = {
+        "tokens": corpus.tokens,
+        "loss_mask": np.arange(0) if corpus.loss_mask is None else corpus.loss_mask,
+        # The rows hold every token, so they determine the lengths of the documents too.
+        "rows": np.concatenate([bins.offsets, bins.documents, bins.starts, bins.lengths]),
+        "order": order,
+    }
+    # The terms are added, so each has its name in its hash.
+    total = hash_counters(attrs.asdict(end))
+    for name, values in arrays.items():
+        total += hash_box(name, values.astype(np.int64), shape=values.shape, offset=(0,))
+    for name, values in corpus.values.items():
+        total += hash_box(f"column {name}", values, shape=values.shape, offset=[0] * values.ndim)
+    # Below 2^63: checkpoints store a cursor as int64.
+    return Window(start, end, corpus, bins, order, hash=total % 2**63)
 
 
 def copy_to_corpus(
@@ -219,20 +233,3 @@ def copy_to_corpus(
         columns=columns,
         values=values,
     )
-
-
-def _hash_window(end: Position, corpus: TokenCorpus, bins: Bins, order: IntArray) -> int:
-    """Return a hash, below 2^63, of a window's end, its tokens, its rows and their order."""
-    arrays = {
-        "tokens": corpus.tokens,
-        "loss_mask": np.arange(0) if corpus.loss_mask is None else corpus.loss_mask,
-        # The rows hold every token, so they determine the lengths of the documents too.
-        "rows": np.concatenate([bins.offsets, bins.documents, bins.starts, bins.lengths]),
-        "order": order,
-    }
-    total = hash_counters(attrs.asdict(end))
-    for name, values in arrays.items():
-        total += hash_box(name, values.astype(np.int64), shape=values.shape, offset=(0,))
-    for name, values in corpus.values.items():
-        total += hash_box(f"column {name}", values, shape=values.shape, offset=[0] * values.ndim)
-    return total % 2**63  # checkpoints store it as int64

@@ -69,6 +69,7 @@ class ByteTokenizer:
         special = self.special_ids
         position = 0
         for i, part in enumerate(_split_at_special(self, text)):
+            # A special token is one unit, other text has one for each character, of 1 to 4 bytes.
             for unit in [part] if i % 2 else part:
                 tokens = [special[unit]] if i % 2 else unit.encode()
                 ids += tokens
@@ -78,6 +79,7 @@ class ByteTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids; special tokens are dropped, and invalid UTF-8 becomes U+FFFD."""
+        # A sampler may draw ids above 255; tensors become integers by `int`.
         return bytes(i for i in map(int, ids) if 0 <= i < 256).decode(errors="replace")
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
@@ -103,6 +105,7 @@ def make_byte_tokenizer(special: Sequence[str] = ()) -> ByteTokenizer:
         >>> make_byte_tokenizer(["<|end|>"]).encode("a<|end|>")
         [97, 259]
     """
+    # One text would be taken for its letters.
     special = (special,) if isinstance(special, str) else tuple(special)
     if "" in special or len(set(special)) < len(special):
         raise ValueError(
@@ -132,6 +135,7 @@ def _split_at_special(tokenizer: ByteTokenizer, text: str) -> list[str]:
 
 def _encode(tokenizer: ByteTokenizer, text: str) -> IntArray:
     special = tokenizer.special_ids
+    # The odd parts are special tokens.
     parts = [
         np.array([special[part]]) if i % 2 else np.frombuffer(part.encode(), np.uint8)
         for i, part in enumerate(_split_at_special(tokenizer, text))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -38,6 +37,7 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[IntArra
         >>> encode_documents(make_byte_tokenizer(), ["hi", ""])
         [array([256, 104, 105, 257]), array([256, 257])]
     """
+    # Optional; that of the `tokenizers` library uses all cores.
     encode_batch: Callable[[Sequence[str]], Sequence[Any]] | None
     encode_batch = getattr(tokenizer, "encode_batch", None)
     rows = map(tokenizer.encode, texts) if encode_batch is None else encode_batch(texts)
@@ -45,6 +45,7 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[IntArra
 
 
 def _add_bos_eos(tokenizer: Tokenizer, ids: Sequence[int] | IntArray) -> IntArray:
+    # Of a tokenizer anything but `encode` and `decode` is optional.
     bos = getattr(tokenizer, "bos_id", None)
     eos = getattr(tokenizer, "eos_id", None)
     return np.concatenate(
@@ -74,11 +75,11 @@ def make_text_encoder(
         >>> make_text_encoder(make_byte_tokenizer())({"text": "hi"})
         array([256, 104, 105, 257])
     """
-    return partial(_encode_text, tokenizer, field)
 
+    def encode(record: Mapping[str, Any]) -> IntArray:
+        return encode_document(tokenizer, get_text(record, field))
 
-def _encode_text(tokenizer: Tokenizer, field: str, record: Mapping[str, Any]) -> IntArray:
-    return encode_document(tokenizer, get_text(record, field))
+    return encode
 
 
 def make_sample_encoder(
@@ -124,27 +125,24 @@ class _SampleEncoder:
     vocab_size: int | None
 
     def __call__(self, record: Mapping[str, Any]) -> Sample:
+        # All of them first: the error of a missing one lists the record's fields.
         for field in filter(None, (self.tokens, self.loss_mask, *self.columns)):
             _check_field(record, field)
         ids = np.asarray(record[self.tokens])
         # An empty list is an array of float64.
         ids = ids if ids.size else np.arange(0)
+        mask = np.ones(ids.shape, bool)
+        if self.loss_mask is not None:
+            mask = np.asarray(record[self.loss_mask])
+            # Another number would be a weight, which a mask cannot express.
+            if not np.isin(mask, (0, 1)).all():
+                raise DataError(
+                    f"field {self.loss_mask!r} must be booleans, or 0 and 1, for each token, got "
+                    f"{mask.dtype} {mask.shape}",
+                    where=self.loss_mask,
+                )
         columns = {name: record[name] for name in self.columns}
-        if self.loss_mask is None:
-            return Sample(ids, np.ones(ids.shape, bool), columns)
-        return Sample(ids, _read_mask(record, self.loss_mask), columns)
-
-
-def _read_mask(record: Mapping[str, Any], field: str) -> np.ndarray[Any, Any]:
-    """Return a loss mask; a value other than 0 and 1 would be a weight, not a mask."""
-    values = np.asarray(record[field])
-    if not np.isin(values, (0, 1)).all():
-        raise DataError(
-            f"field {field!r} must be booleans, or 0 and 1, for each token, got {values.dtype} "
-            f"{values.shape}",
-            where=field,
-        )
-    return values.astype(bool)
+        return Sample(ids, mask.astype(bool), columns)
 
 
 def get_text(record: Mapping[str, Any], field: str) -> str:

@@ -89,7 +89,9 @@ class HFTokenizer:
         """Return a text for each id separately: `<0xC3>` for bytes that are no character."""
         # Added tokens are not in the alphabet of the vocabulary.
         added = {i: token.content for i, token in self.backend.get_added_tokens_decoder().items()}
-        byte_of = map_letters_to_bytes() if _is_byte_level(self.backend) else {}
+        # Only a byte-level decoder, alone or in a sequence, makes letters of the vocabulary bytes.
+        decoder = orjson.loads(self.backend.to_str())["decoder"]
+        byte_of = map_letters_to_bytes() if b'"ByteLevel"' in orjson.dumps(decoder) else {}
         return [
             added[i] if i in added else _format_token(self.backend.id_to_token(i), byte_of)
             for i in map(int, ids)
@@ -137,11 +139,14 @@ def open_hf_tokenizer(
         for role in _ROLES:
             if token := getattr(source, f"{role}_token", None):
                 config[f"{role}_token"] = token
+        # By text, which copies it: the caller's object stays as it is.
         text = getattr(source, "backend_tokenizer", source).to_str()
     try:
         backend = tokenizers.Tokenizer.from_str(text)
+    # The library raises plain exceptions.
     except Exception as error:
         raise DataError(f"{name}: no tokenizer.json: {error}", where=name) from error
+    # BPE dropout is a regularizer of training, and would make a corpus irreproducible.
     if getattr(backend.model, "dropout", None):
         raise DataError(
             f"{name}: it drops merges at random ({backend.model.dropout}), so its ids differ each "
@@ -153,6 +158,7 @@ def open_hf_tokenizer(
     backend.no_padding()
     _add_from_config(backend, config, name)
     vocabulary = backend.get_vocab(with_added_tokens=True)
+    # Ids may have gaps: the size that a model needs is the largest id plus one.
     largest = max(vocabulary.values(), default=-1)
     if largest - len(vocabulary) > _MAX_UNUSED:
         raise DataError(
@@ -225,6 +231,7 @@ def train_bpe(
     # The regular expression of `ByteLevel` itself would split the words again.
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    # It turns the letters that stand for bytes into text again.
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -348,6 +355,7 @@ def read_tokenizer_settings(path: Path) -> dict[str, Any]:
         >>> read_tokenizer_settings(Path("/does/not/exist/tokenizer.json"))
         {}
     """
+    # `tokenizer_config.json` last, so that it overrides the other.
     settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         file = path.with_name(name)
@@ -411,11 +419,6 @@ def _find_id(vocabulary: Mapping[str, int], token: Any, default: str, name: str)
             want=text,
         )
     return vocabulary[text]
-
-
-def _is_byte_level(backend: Any) -> bool:
-    """Return whether the letters of a vocabulary represent bytes."""
-    return '"ByteLevel"' in orjson.dumps(orjson.loads(backend.to_str())["decoder"]).decode()
 
 
 def map_letters_to_bytes() -> dict[str, int]:

@@ -63,6 +63,7 @@ def find_tokenizer(name: str | None, data: Iterable[Path] = (), *, init: Path | 
     """
     if name:
         return name
+    # A model that is finetuned keeps its tokenizer, whatever made the corpus.
     if init is not None and (init / "config.json").is_file():
         return str(init)
     for path in data:
@@ -93,6 +94,7 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
             f"tokenizer_hash: a {type(tokenizer).__name__} has nothing that identifies it; give it "
             "an attribute `identity`, a text that changes with its ids"
         )
+    # With the class: two classes may have the same text for other ids.
     text = f"{type(tokenizer).__qualname__} {identity}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     Effects:
         Writes a folder.
     """
-    from trainkit.post import adapters  # noqa: PLC0415 - torch
+    from trainkit.post.adapters.export import export_peft, merge_run  # noqa: PLC0415 - torch
     from trainkit.text.tokenizers import open_tokenizer  # noqa: PLC0415 - torch
     from trainkit.weights import hub  # noqa: PLC0415 - torch
     from trainkit.weights.checkpoint.load import read_facts  # noqa: PLC0415 - torch
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         raise ConfigError(f"export: --base: {path} holds a whole model, and no adapters on a base")
     if adapted and not options.merge:
         _check_adapter_flags(options)
-        report = adapters.export_peft(
+        report = export_peft(
             path,
             options.folder,
             family=options.family,
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         dtype=options.dtype,
         shard_bytes=4_000_000_000 if options.shard_bytes is None else options.shard_bytes,
         overwrite=options.overwrite,
-        read=adapters.merge_run(path, base=options.base) if adapted else None,
+        read=merge_run(path, base=options.base) if adapted else None,
     )
     return report, 0
 

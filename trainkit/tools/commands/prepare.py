@@ -305,8 +305,8 @@ def _train_tokenizer(
     vocab_size: int,
 ) -> tuple[Tokenizer, dict[str, Any]]:
     """Train a BPE on the start of the corpus and write it next to the token file."""
-    from trainkit.text.tokenizers import CHAT_SPECIAL, save_tokenizer, train_bpe  # noqa: PLC0415
-    from trainkit.text.tokenizers.special import BOS, EOS, PAD  # noqa: PLC0415
+    from trainkit.text.tokenizers import save_tokenizer, train_bpe  # noqa: PLC0415
+    from trainkit.text.tokenizers.special import BOS, CHAT_SPECIAL, EOS, PAD  # noqa: PLC0415
 
     if options.messages:
         raise ConfigError("prepare: bpe:N is trained on text; give conversations a tokenizer.json")

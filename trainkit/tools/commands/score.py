@@ -66,6 +66,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     """
     from trainkit import data, models, parallel  # noqa: PLC0415
     from trainkit.mesh import get_world_size, parallel_session  # noqa: PLC0415
+    from trainkit.parallel.precision import DTYPES  # noqa: PLC0415
     from trainkit.post import adapters, evaluation  # noqa: PLC0415 - torch
     from trainkit.text import corpora  # noqa: PLC0415 - torch
     from trainkit.weights import hub  # noqa: PLC0415 - torch
@@ -84,7 +85,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     temperature = options.temperature or 1.0
     make_model = functools.partial(models.Decoder, trained.config, head="hidden")
     with parallel_session() as ps:
-        plan = [parallel.mixed_precision(parallel.DTYPES[compute])]
+        plan = [parallel.mixed_precision(DTYPES[compute])]
         stages = adapters.build_trained_stages(trained.path, make_model, ps, plan)
         columns = _make_columns(options, stages, temperature)
         parts_reused = evaluation.score_corpus(
@@ -117,20 +118,22 @@ def _make_columns(options: argparse.Namespace, stages: Any, temperature: float) 
     """Return the columns to store, and their measure."""
     from trainkit import models  # noqa: PLC0415
     from trainkit.post import evaluation  # noqa: PLC0415 - torch
+    from trainkit.post.evaluation.columns import make_top_k_columns  # noqa: PLC0415
+    from trainkit.post.evaluation.score import make_top_k_scorer  # noqa: PLC0415
 
     if options.top_k is None:
         score = evaluation.make_scorer(
             stages, call=models.call_routed, tokens_per_batch=options.batch
         )
         return evaluation.make_logprob_columns(score)
-    score_top_k = evaluation.make_top_k_scorer(
+    score_top_k = make_top_k_scorer(
         stages,
         options.top_k,
         call=models.call_routed,
         tokens_per_batch=options.batch,
         temperature=temperature,
     )
-    return evaluation.make_top_k_columns(score_top_k, options.top_k)
+    return make_top_k_columns(score_top_k, options.top_k)
 
 
 def _hash_weights(stages: Any, ps: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import attrs
 
 from trainkit.models.config import DecoderConfig
-from trainkit.parallel.check_layout import problems
+from trainkit.parallel.check_layout import find_problems
 from trainkit.parallel.recompute import read_mode
 from trainkit.parallel.split import SCHEDULES, assign_stages
 from trainkit.types import (
@@ -71,7 +71,7 @@ class Job:
     """linear for `next_token_linear`, whose logits exist chunk by chunk; plain for `next_token`."""
 
     optimizer: str = "adamw"
-    """What steps, a name of `optim.OPTIMIZERS`: what it remembers."""
+    """What steps, a name of `optim.table.OPTIMIZERS`: what it remembers."""
 
     optimizer_options: tuple[tuple[str, Any], ...] = attrs.field(default=(), converter=_make_items)
     """Its options, given as a mapping: {"moments": "bf16"}."""
@@ -170,7 +170,8 @@ def _list_factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
 def explain_refusal(job: Job, layout: Layout) -> str | None:
     """Return the reason why a layout is impossible for a job, or None.
 
-    The rules are those of `parallel.problems`, for rows packed in multiples of 2 x ring, on GPUs.
+    The rules are those of `parallel.check_layout`, on GPUs, for rows packed in multiples of
+    2 x ring.
 
     Examples:
         >>> from trainkit.models.decoder_sizes import make_decoder_config
@@ -187,8 +188,8 @@ def explain_refusal(job: Job, layout: Layout) -> str | None:
         multiple_of=2 * layout.ring,
     )
     layout = attrs.evolve(layout, reshard_after_forward=reshards(layout))
-    found = problems(layout, job.config, rows, world=layout.world, device="cuda")
-    return found[0].what if found else None
+    problems = find_problems(layout, job.config, rows, world=layout.world, device="cuda")
+    return problems[0].what if problems else None
 
 
 def reshards(layout: Layout) -> bool:

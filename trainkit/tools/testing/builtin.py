@@ -17,7 +17,8 @@ from trainkit.data.corpus import TokenCorpus
 from trainkit.losses.terms import NamedLoss
 from trainkit.mesh import solo_parallel
 from trainkit.noise.counters import make_token_keys
-from trainkit.optim import OPTIMIZERS, make_optimizer
+from trainkit.optim import make_optimizer
+from trainkit.optim.table import OPTIMIZERS
 from trainkit.packing import pack_bins
 from trainkit.parallel.compile import compile_blocks
 from trainkit.parallel.expert_parallel import expert_parallel
@@ -27,14 +28,12 @@ from trainkit.parallel.sequence_parallel import sequence_parallel
 from trainkit.parallel.tensor_parallel import tensor_parallel
 from trainkit.parallel.transforms import Transform
 from trainkit.post import objectives
-from trainkit.post.adapters import (
-    Lora,
-    QuantizationFormat,
+from trainkit.post.adapters import Lora, lora, quantized
+from trainkit.post.adapters.formats import QuantizationFormat
+from trainkit.post.adapters.frozen import (
     QuantizationSpec,
     can_shard_bytes,
     get_quantizations,
-    lora,
-    quantized,
     round_weights,
 )
 from trainkit.sampling import shuffle_epochs

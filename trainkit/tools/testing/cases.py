@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import torch
 
-from trainkit.parallel.check_layout import problems
+from trainkit.parallel.check_layout import find_problems
 from trainkit.types import Layout
 
 _SHORT = {"dp_replicate": "replica", "dp_shard": "dp"}
@@ -71,7 +71,7 @@ def runs_here(case: LayoutCase, device: str = "cpu") -> bool:
     """
     if device == "cuda" and case.world > torch.cuda.device_count():
         return False
-    return not problems(case.layout, world=case.world, device=device)
+    return not find_problems(case.layout, world=case.world, device=device)
 
 
 def make_default_cases() -> list[LayoutCase]:

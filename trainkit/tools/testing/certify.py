@@ -108,7 +108,7 @@ def certify(
         timeout: Seconds after which a layout counts as hung.
         log: Called with a line after every layout: its result, and the time left.
         alone: `make_model` and `weights` of the reference, where quantized matrices are compared
-            with plain ones of the same values; see `adapters.round_weights`.
+            with plain ones of the same values; see `adapters.frozen.round_weights`.
         device: "cpu", or "cuda" for one rank on each GPU, with NCCL. The bounds of the tiers were
             measured on CPUs.
 

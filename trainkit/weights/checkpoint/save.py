@@ -18,7 +18,7 @@ from torch import nn
 
 from trainkit.collectives import all_gather_objects
 from trainkit.files import atomic_write
-from trainkit.mesh import open_gloo_axis
+from trainkit.mesh.axes import open_gloo_axis
 from trainkit.noise.hashing import hash_counters
 from trainkit.parallel.offload_state import check_awake
 from trainkit.parallel.parameters import get_local_box, modules_of

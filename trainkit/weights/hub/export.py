@@ -60,7 +60,7 @@ def export_folder(
             routers are never converted.
         shard_bytes: The maximum size of a file of tensors, unless a single tensor is larger.
         overwrite: Replace a folder that an earlier export wrote.
-        read: Reads our tensors in place of the checkpoint, such as `adapters.merge_weights`.
+        read: Reads our tensors in place of the checkpoint, such as `adapters.export.merge_weights`.
         axis: The ranks that call this together, on one disk: each writes some of the files.
 
     Returns:

@@ -15,7 +15,9 @@ from trainkit.mesh import get_world_size
 from trainkit.models.config import DecoderConfig
 from trainkit.models.decoder_sizes import config_from_facts
 from trainkit.text.chat import locate_template
-from trainkit.text.tokenizers import ByteTokenizer, HFTokenizer, open_tokenizer, tokenizer_hash
+from trainkit.text.tokenizers import open_tokenizer, tokenizer_hash
+from trainkit.text.tokenizers.bytes import ByteTokenizer
+from trainkit.text.tokenizers.hf import HFTokenizer
 from trainkit.text.tokenizers.special import BOS
 from trainkit.types import CheckpointError, ConfigError, Log, log_warning
 from trainkit.weights.checkpoint import load as checkpoints

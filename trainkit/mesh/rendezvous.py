@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from trainkit.collectives import get_backends
 from trainkit.mesh.launch import Launch
-from trainkit.mesh.table import SLACK, clear_table, session_name, waiting_lines
+from trainkit.mesh.rendezvous_store import SLACK, clear_registrations, session_name, waiting_lines
 from trainkit.types import ConfigError, PeerError, PreemptedError
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ def open_world(
     *,
     timeout: timedelta,
     start_timeout: timedelta,
-    asked: Callable[[], str | None] = lambda: None,
+    stop_reason: Callable[[], str | None] = lambda: None,
 ) -> None:
     """Open torch's default process group, after all ranks have registered.
 
@@ -55,8 +55,8 @@ def open_world(
         backend: torch's backend name.
         timeout: The timeout of collectives.
         start_timeout: The timeout of this function.
-        asked: Returns the reason to stop this process, or None. After a stop request it waits for
-            missing ranks for at most 20 s.
+        stop_reason: Returns the reason to stop this process, or None. After a stop request this
+            waits for missing ranks for at most 20 s.
 
     Raises:
         PreemptedError: A stop was requested, and ranks are still missing.
@@ -75,7 +75,7 @@ def open_world(
     store = _run_with_timeout(
         lambda: _join(launch, deadline, contact),
         patience,
-        asked,
+        stop_reason,
         lambda: _check_program(launch, contact),
     )
     if store is None:
@@ -105,7 +105,7 @@ def open_world(
             hint=_HINTS["gloo"],
         ) from error
     if launch.rank == 0:  # a later session may use the same store
-        clear_table(store[0])
+        clear_registrations(store[0])
 
 
 def first_words(
@@ -164,7 +164,7 @@ def _make_group_error(group: dist.ProcessGroup, backend: str, reason: str) -> Pe
 def _run_with_timeout(
     work: Callable[[], T],
     seconds: float,
-    asked: Callable[[], str | None] = lambda: None,
+    stop_reason: Callable[[], str | None] = lambda: None,
     check: Callable[[], None] = lambda: None,
 ) -> T | None:
     """Call `work` in a thread; return its result, or None after a timeout.
@@ -185,11 +185,17 @@ def _run_with_timeout(
     stop_deadline = None
     while True:
         now = time.monotonic()
-        reason = asked()
+        reason = stop_reason()
         if reason and stop_deadline is None:
             stop_deadline = now + _STOP_PATIENCE
         if reason and stop_deadline is not None and now > stop_deadline:
-            raise _make_stop_error(reason)
+            stop_error = PreemptedError(
+                f"parallel_session: asked to stop ({reason}), and not all ranks have joined in "
+                f"{_STOP_PATIENCE:g} s since; nothing has been trained",
+                hint="run the same command again",
+            )
+            stop_error.code = _NOTHING_LOST
+            raise stop_error
         try:
             result, error = results.get(timeout=min(0.2, max(0.0, deadline - now)))
         except queue.Empty:
@@ -200,16 +206,6 @@ def _run_with_timeout(
         if error is not None:
             raise error
         return result
-
-
-def _make_stop_error(reason: str) -> PreemptedError:
-    error = PreemptedError(
-        f"parallel_session: asked to stop ({reason}), and not all ranks have joined in "
-        f"{_STOP_PATIENCE:g} s since; nothing has been trained",
-        hint="run the same command again",
-    )
-    error.code = _NOTHING_LOST
-    return error
 
 
 @attrs.define(eq=False)

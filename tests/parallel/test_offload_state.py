@@ -72,20 +72,20 @@ def small():
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_asleep_nothing_works_and_after_an_error_all_is_back(on_disk, tmp_path):
+def test_an_offloaded_state_refuses_all_work_and_is_back_after_an_error(on_disk, tmp_path):
     model, optimizer = small()
     want = [x.clone() for x in memory_of([model], optimizer)]
     to = tmp_path if on_disk else "host"
 
     def sleeper():
         with offload_state([model], optimizer, to=to):
-            with pytest.raises(RuntimeError, match=r"a step: the state is asleep, 0\.weight"):
+            with pytest.raises(RuntimeError, match=r"a step: the state is offloaded, 0\.weight"):
                 model(torch.ones(1, 3))
             state, ps = tk.TrainState(), tk.solo_parallel()
-            with pytest.raises(RuntimeError, match="save: the state is asleep"):
+            with pytest.raises(RuntimeError, match="save: the state is offloaded"):
                 save_checkpoint(tmp_path / "run", state, [model], optimizer, ps)
             with (
-                pytest.raises(RuntimeError, match="asleep: the state is asleep"),
+                pytest.raises(RuntimeError, match="offload_state: the state is offloaded"),
                 offload_state([model], optimizer),
             ):
                 pass
@@ -105,7 +105,7 @@ def evaluate_the_mean(optimizer):
 
 
 @pytest.mark.parametrize("how", [{"offload": True}, {"optimizer": "lion"}, {"mean": 0.5}])
-def test_asleep_no_tensor_of_the_state_can_be_used(how):
+def test_no_tensor_of_an_offloaded_state_can_be_used(how):
     model = nn.Linear(3, 2)
     model.register_buffer("table", torch.ones(2))
     optimizer = make_optimizer([model], lr=0.1, **how)
@@ -132,7 +132,7 @@ def test_asleep_no_tensor_of_the_state_can_be_used(how):
             moment.numpy,
             moment.tolist,
         ):
-            with pytest.raises(RuntimeError, match="the state is asleep"):
+            with pytest.raises(RuntimeError, match="the state is offloaded"):
                 work()
     assert all(map(torch.equal, memory_of([model], optimizer), want))
     assert (type(model.weight), type(moment)) == (nn.Parameter, torch.Tensor)
@@ -149,7 +149,7 @@ def test_a_gradient_and_a_folder_that_takes_nothing_are_refused(tmp_path):
     assert all(map(torch.equal, memory_of([model], optimizer), want))
     model(torch.ones(1, 3)).sum().backward()
     with (
-        pytest.raises(ValueError, match=r"asleep: 0\.weight has a gradient"),
+        pytest.raises(ValueError, match=r"offload_state: 0\.weight has a gradient"),
         offload_state([model], optimizer),
     ):
         pass

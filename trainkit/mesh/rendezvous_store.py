@@ -24,8 +24,8 @@ SLACK = 2.0
 
 
 @attrs.frozen
-class Seat:
-    """The registration of a rank."""
+class Registration:
+    """The entry of a rank in the store."""
 
     rank: int
     world: int
@@ -33,43 +33,45 @@ class Seat:
     pid: int
 
 
-def find_trouble(seats: Sequence[Seat], world: int) -> str | None:
-    """Return why these ranks cannot form a run, or None; missing ranks are not a reason.
+def find_trouble(registrations: Sequence[Registration], world: int) -> str | None:
+    """Return the reason that these ranks cannot form a run, or None; missing ranks are no reason.
 
     Args:
-        seats: The registrations so far, in order.
+        registrations: The registrations so far, in order.
         world: The world size of rank 0.
 
     Examples:
-        >>> find_trouble([Seat(0, 2, "a", 10), Seat(1, 2, "a", 11)], 2)
-        >>> find_trouble([Seat(0, 3, "a", 10), Seat(1, 3, "a", 11), Seat(1, 3, "b", 12)], 3)
-        'rank 1 has come twice: process 11 on a and process 12 on b'
-        >>> find_trouble([Seat(0, 2, "a", 10), Seat(1, 3, "a", 11)], 2)
+        >>> zero = Registration(0, 2, "a", 10)
+        >>> find_trouble([zero, Registration(1, 2, "a", 11)], 2)
+        >>> find_trouble([zero, Registration(0, 2, "b", 12)], 2)
+        'rank 0 has come twice: process 10 on a and process 12 on b'
+        >>> find_trouble([zero, Registration(1, 3, "a", 11)], 2)
         'rank 1 says that there are 3 processes, rank 0 says 2'
     """
-    first: dict[int, Seat] = {}
-    for seat in seats:
-        if seat.world != world:
+    first: dict[int, Registration] = {}
+    for entry in registrations:
+        if entry.world != world:
             return (
-                f"rank {seat.rank} says that there are {seat.world} processes, rank 0 says {world}"
+                f"rank {entry.rank} says that there are {entry.world} processes, rank 0 says "
+                f"{world}"
             )
-        other = first.setdefault(seat.rank, seat)
-        if other != seat:
+        other = first.setdefault(entry.rank, entry)
+        if other != entry:
             return (
-                f"rank {seat.rank} has come twice: process {other.pid} on {other.host} and process "
-                f"{seat.pid} on {seat.host}"
+                f"rank {entry.rank} has come twice: process {other.pid} on {other.host} and "
+                f"process {entry.pid} on {entry.host}"
             )
     return None
 
 
-def missing_ranks(seats: Sequence[Seat], world: int) -> list[int]:
+def missing_ranks(registrations: Sequence[Registration], world: int) -> list[int]:
     """Return the ranks that have not registered.
 
     Examples:
-        >>> missing_ranks([Seat(1, 3, "a", 11)], 3)
+        >>> missing_ranks([Registration(1, 3, "a", 11)], 3)
         [0, 2]
     """
-    return sorted(set(range(world)) - {seat.rank for seat in seats})
+    return sorted(set(range(world)) - {entry.rank for entry in registrations})
 
 
 def waiting_lines(launch: Launch) -> Callable[[str], None]:
@@ -101,9 +103,9 @@ def _format_ranks(missing: Sequence[int], world: int) -> str:
     return f"rank{'s' if len(missing) > 1 else ''} {shown} of {world}"
 
 
-def _open_table(store: dist.Store) -> dist.Store:
+def _open_entries(store: dist.Store) -> dist.Store:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"trainkit/meeting/{attempt}", store)
+    return dist.PrefixStore(f"trainkit/rendezvous/{attempt}", store)
 
 
 def session_name(launch: Launch, store: dist.Store, deadline: float) -> str:
@@ -116,68 +118,66 @@ def session_name(launch: Launch, store: dist.Store, deadline: float) -> str:
     Effects:
         Writes to the store, and waits for all ranks.
     """
-    table = _open_table(store)
-    seat = Seat(launch.rank, launch.world, socket.gethostname(), os.getpid())
-    number = table.add("seats", 1)
-    table.set(f"seat/{number}", orjson.dumps(attrs.asdict(seat)).decode())
+    entries = _open_entries(store)
+    own = Registration(launch.rank, launch.world, socket.gethostname(), os.getpid())
+    index = entries.add("count", 1)
+    entries.set(f"rank/{index}", orjson.dumps(attrs.asdict(own)).decode())
     if launch.rank == 0:
-        verdict = _wait_for_ranks(table, launch, deadline)
-        table.set("verdict", orjson.dumps(verdict).decode())
+        verdict = _wait_for_ranks(entries, launch, deadline)
+        entries.set("verdict", orjson.dumps(verdict).decode())
     else:
-        verdict = _wait_for_verdict(table, launch, deadline + SLACK)
-        table.add("read", 1)
-    if "name" not in verdict:
-        if launch.rank == 0:
-            _wait_for_readers(table, verdict["seats"] - 1)
-        raise _make_error(verdict, launch)
-    return verdict["name"]
+        verdict = _wait_for_verdict(entries, launch, deadline + SLACK)
+        entries.add("read", 1)
+    if "name" in verdict:
+        return verdict["name"]
+    if launch.rank == 0:  # the store ends with this process: the others must read the error first
+        read_deadline = time.monotonic() + _READ_GRACE
+        readers = verdict["registered"] - 1
+        while entries.add("read", 0) < readers and time.monotonic() < read_deadline:
+            time.sleep(0.02)
+    raise _make_error(verdict, launch)
 
 
-def _wait_for_ranks(table: dist.Store, launch: Launch, deadline: float) -> Mapping[str, Any]:
-    seats: list[Seat] = []
+def _wait_for_ranks(entries: dist.Store, launch: Launch, deadline: float) -> Mapping[str, Any]:
+    registrations: list[Registration] = []
     waits_for = waiting_lines(launch)
     while True:
-        _read_seats(table, seats)
-        trouble = find_trouble(seats, launch.world)
+        _read_registrations(entries, registrations)
+        trouble = find_trouble(registrations, launch.world)
         if trouble is not None:
-            return {"trouble": trouble, "seats": len(seats)}
-        missing = missing_ranks(seats, launch.world)
+            return {"trouble": trouble, "registered": len(registrations)}
+        missing = missing_ranks(registrations, launch.world)
         if not missing:
             return {"name": secrets.token_hex(8)}
         if time.monotonic() > deadline:
-            return {"missing": missing, "seats": len(seats)}
+            return {"missing": missing, "registered": len(registrations)}
         waits_for(_format_ranks(missing, launch.world))
         time.sleep(0.005)
 
 
-def _read_seats(table: dist.Store, seats: list[Seat]) -> None:
-    """Append new registrations to `seats`."""
-    count = table.add("seats", 0)
-    while len(seats) < count and table.check([f"seat/{len(seats) + 1}"]):
-        seats.append(Seat(**orjson.loads(table.get(f"seat/{len(seats) + 1}"))))
+def _read_registrations(entries: dist.Store, registrations: list[Registration]) -> None:
+    """Append new registrations to a list."""
+    count = entries.add("count", 0)
+    # A rank counts itself before it writes its entry, so that the last one may not be there yet.
+    while len(registrations) < count and entries.check([f"rank/{len(registrations) + 1}"]):
+        text = entries.get(f"rank/{len(registrations) + 1}")
+        registrations.append(Registration(**orjson.loads(text)))
 
 
-def _wait_for_verdict(table: dist.Store, launch: Launch, deadline: float) -> Mapping[str, Any]:
+def _wait_for_verdict(entries: dist.Store, launch: Launch, deadline: float) -> Mapping[str, Any]:
     pause = 0.002
     waits_for = waiting_lines(launch)
-    seats: list[Seat] = []
-    while not table.check(["verdict"]):
-        _read_seats(table, seats)
-        missing = missing_ranks(seats, launch.world)
+    registrations: list[Registration] = []
+    while not entries.check(["verdict"]):
+        _read_registrations(entries, registrations)
+        missing = missing_ranks(registrations, launch.world)
         if time.monotonic() > deadline:
-            return {"missing": missing, "seats": len(seats)}
+            return {"missing": missing, "registered": len(registrations)}
         if 0 in missing:  # with an agent's store; otherwise rank 0 reports missing ranks
             waits_for(_format_ranks(missing, launch.world))
         time.sleep(pause)
         pause = min(1.5 * pause, 0.1)
-    return orjson.loads(table.get("verdict"))
-
-
-def _wait_for_readers(table: dist.Store, readers: int) -> None:
-    """Keep the store open until the others have read the error."""
-    deadline = time.monotonic() + _READ_GRACE
-    while table.add("read", 0) < readers and time.monotonic() < deadline:
-        time.sleep(0.02)
+    return orjson.loads(entries.get("verdict"))
 
 
 def _make_error(verdict: Mapping[str, Any], launch: Launch) -> ConfigError | PeerError:
@@ -199,14 +199,14 @@ def _make_error(verdict: Mapping[str, Any], launch: Launch) -> ConfigError | Pee
     )
 
 
-def clear_table(store: dist.Store) -> None:
+def clear_registrations(store: dist.Store) -> None:
     """Remove all registrations, for a later session at the same store.
 
     Effects:
         Deletes keys of the store.
     """
-    table = _open_table(store)
-    for number in range(1, table.add("seats", 0) + 1):
-        table.delete_key(f"seat/{number}")
-    for key in ("seats", "verdict", "read"):
-        table.delete_key(key)
+    entries = _open_entries(store)
+    for index in range(1, entries.add("count", 0) + 1):
+        entries.delete_key(f"rank/{index}")
+    for key in ("count", "verdict", "read"):
+        entries.delete_key(key)
