@@ -161,7 +161,12 @@ def shard_batch(batch: Batch, share: Share, *, split: Split = zigzag_shard) -> B
         return batch
     rows, length = batch.input_ids.shape
     ends = np.cumsum(batch.spans.lengths)
-    last = _find_last_spans(ends, rows, length)
+    row_ends = np.arange(1, rows + 1) * length
+    last = np.searchsorted(ends, row_ends)  # the last span of each row
+    if ends[-1] != rows * length or not np.array_equal(ends[last], row_ends):
+        raise ValueError(
+            f"shard_batch: the spans do not end where the {rows} rows of {length} tokens end"
+        )
     if split is zigzag_shard:
         return _zigzag_batch(batch, share, ends)
     if split is contiguous_shard:
@@ -382,19 +387,6 @@ def cut_padding(
 
 _PADDING_SPAN = 96
 """Tokens in a span of padding; it divides by 2N for rings of 2, 3, 4, 6, 8, 12, 16 and more."""
-
-
-def _find_last_spans(ends: IntArray, rows: int, length: int) -> IntArray:
-    """Return the index of the last span of each row, `[B]`; check that none crosses rows."""
-    if rows == 1 and ends[-1] == length:
-        return np.array([len(ends) - 1])
-    row_ends = np.arange(1, rows + 1) * length
-    last = np.searchsorted(ends, row_ends)
-    if ends[-1] != rows * length or not np.array_equal(ends[last], row_ends):
-        raise ValueError(
-            f"shard_batch: the spans do not end where the {rows} rows of {length} tokens end"
-        )
-    return last
 
 
 def _copy_shard(x: Tensor, share: Share, dim: int, bounds: Any) -> Tensor | None:

@@ -22,10 +22,11 @@ from trainkit.sampling.integers import indices_below
 from trainkit.types import ConfigError, DataError, DataShard, StepBatch, check_choice, check_range
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from numpy.typing import ArrayLike
 
+    from trainkit.data.corpus import TokenCorpus
     from trainkit.data.packed import PackedCorpus
     from trainkit.types import Batch, Bins, Column, Cursor, IntArray, RowsAt, Sample
 
@@ -177,19 +178,14 @@ def make_dataset_batch(
             f"{len(items)}; raise the rows per step, or lower the data-parallel degree"
         )
     positions = np.arange(share.index, len(items), share.count)
-    corpus = collect_documents(
-        _encode_items(dataset, items[positions].tolist(), encode),
+    corpus = _read_items(
+        dataset,
+        items[positions].tolist(),
+        encode,
         vocab_size=vocab_size,
-        columns=check_columns("make_dataset_batch", columns),
+        columns=columns,
+        max_length=capacity if overlong == "error" else None,
     )
-    if overlong == "error" and (corpus.lengths > capacity).any():
-        worst = int(corpus.lengths.argmax())
-        raise DataError(
-            f"make_dataset_batch: item {items[positions[worst]]} has {corpus.lengths[worst]} "
-            f'tokens; the capacity is {capacity}: raise it, or use overlong="truncate"',
-            got=int(corpus.lengths[worst]),
-            want=capacity,
-        )
     bins = pack_bins(
         corpus.lengths,
         capacity,
@@ -218,18 +214,41 @@ def _finish_step(microbatches: list[Batch], cursor: Cursor, noise_seed: int | No
     return StepBatch(microbatches, attrs.evolve(cursor, batch=cursor.batch + 1))
 
 
-def _encode_items(
-    dataset: Any, indices: Sequence[int], encode: Callable[[Any], Any] | None
-) -> Iterator[tuple[str, Any]]:
-    """Read and encode items; yield each with its name for messages."""
-    for index in indices:
-        try:
-            item = dataset[index]
-            document = item if encode is None else encode(item)
-        except Exception as error:
-            error.add_note(f"make_dataset_batch: while reading item {index}")
-            raise
-        yield f"make_dataset_batch: item {index}", document
+def _read_items(
+    dataset: Any,
+    indices: list[int],
+    encode: Callable[[Any], Any] | None,
+    *,
+    vocab_size: int | None,
+    columns: Mapping[str, Column] | None,
+    max_length: int | None,
+) -> TokenCorpus:
+    """Read and encode items; every error gives the index of its item."""
+
+    def encode_items() -> Iterator[tuple[str, Any]]:
+        for index in indices:
+            try:
+                item = dataset[index]
+                document = item if encode is None else encode(item)
+            except Exception as error:
+                error.add_note(f"make_dataset_batch: while reading item {index}")
+                raise
+            yield f"make_dataset_batch: item {index}", document
+
+    corpus = collect_documents(
+        encode_items(),
+        vocab_size=vocab_size,
+        columns=check_columns("make_dataset_batch", columns),
+    )
+    if max_length is not None and (corpus.lengths > max_length).any():
+        worst = int(corpus.lengths.argmax())
+        raise DataError(
+            f"make_dataset_batch: item {indices[worst]} has {corpus.lengths[worst]} tokens; the "
+            f'capacity is {max_length}: raise it, or use overlong="truncate"',
+            got=int(corpus.lengths[worst]),
+            want=max_length,
+        )
+    return corpus
 
 
 def make_microbatches(
