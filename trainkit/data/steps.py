@@ -177,10 +177,9 @@ def make_dataset_batch(
             f"make_dataset_batch: {share.count} ranks read different items, and the batch has "
             f"{len(items)}; raise the rows per step, or lower the data-parallel degree"
         )
-    positions = np.arange(share.index, len(items), share.count)
     corpus = _read_items(
         dataset,
-        items[positions].tolist(),
+        items[share.index :: share.count].tolist(),
         encode,
         vocab_size=vocab_size,
         columns=columns,
@@ -199,9 +198,8 @@ def make_dataset_batch(
     rows = np.full(-(-len(items) // (share.count * width)) * width, -1)
     # An item without tokens has no row of bins, and stays a padding row in its place.
     rows[np.flatnonzero(corpus.lengths)] = np.arange(len(bins))
-    row_positions = np.full(len(rows), -1)
-    row_positions[: len(positions)] = positions
-    row_positions[rows < 0] = -1
+    positions = share.index + share.count * np.arange(len(rows))
+    row_positions = np.where(rows < 0, -1, positions)
     batch = collate_bins(corpus, bins, rows, pad_id=pad_id, row_positions=row_positions)
     microbatches = [_shard_sequence(part, data_shard, device) for part in split_batch(batch, width)]
     return _finish_step(microbatches, cursor, noise_seed)
