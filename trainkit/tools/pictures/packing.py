@@ -12,6 +12,7 @@ from trainkit.run.plots.drawing import GREY, INK, check_picture, new_figure, sav
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from numpy.typing import ArrayLike
 
     from trainkit.types import Bins, IntArray
@@ -46,11 +47,16 @@ def plot_packing(bins: Bins, path: str | Path, *, lengths: ArrayLike | None = No
         Writes `path`.
     """
     check_picture("plot_packing", Path(path))  # before the work
+    sizes = None if lengths is None else np.asarray(lengths, np.int64)
+    return save_picture("plot_packing", _draw_packing(bins, sizes), path)
+
+
+def _draw_packing(bins: Bins, lengths: IntArray | None) -> Figure:
     report = report_packing(bins, lengths)
     heights = 1.6, _ROW_INCHES * max(min(_ROWS, len(bins)), 1)
     figure = new_figure(8, sum(heights) + 1.75)  # 1.75 inches for the text
     top, bottom = figure.subplots(2, 1, height_ratios=heights)
-    _draw_lengths(top, bins, None if lengths is None else np.asarray(lengths, np.int64))
+    _draw_lengths(top, bins, lengths)
     if len(bins):
         _draw_rows(bottom, bins)
     bottom.set_visible(len(bins) > 0)
@@ -75,7 +81,7 @@ def plot_packing(bins: Bins, path: str | Path, *, lengths: ArrayLike | None = No
     top.set_title(f"{text}\n\n{top.get_title(loc='left')}", loc="left", fontsize=9)
     figure.draw_without_rendering()  # computes the position of the axes
     title.set_x(top.get_position().x0)
-    return save_picture("plot_packing", figure, path)
+    return figure
 
 
 def _draw_lengths(axes: Axes, bins: Bins, lengths: IntArray | None) -> None:
