@@ -328,7 +328,8 @@ def private_names(text):
         if isinstance(node, ast.ImportFrom | ast.Import):
             found |= {name for name in _imported(node) if "._" in f".{name}"}
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in {"getattr", "hasattr"}:
-            found |= {str(node.args[1].value)} if isinstance(node.args[1], ast.Constant) else set()
+            named = node.args[1:2]  # none of `getattr(*pair)`
+            found |= {str(x.value) for x in named if isinstance(x, ast.Constant)}
     last = {name.rpartition(".")[2] for name in found if "._" in f".{name}" and "__" not in name}
     return last - own
 
