@@ -87,7 +87,9 @@ def wrap_loss(wrapper):
 
 def wrap_shard(change):
     shard = distribute_batch.shard_sequence
-    PATCH.setattr(distribute_batch, "shard_sequence", lambda batch, **parts: change(shard(batch, **parts)))
+    PATCH.setattr(
+        distribute_batch, "shard_sequence", lambda batch, **parts: change(shard(batch, **parts))
+    )
 
 
 def labels_shifted_after_sharding(_ps):
