@@ -57,13 +57,15 @@ def short_repr(value: Any) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a number, and no bool.
+    """Return whether a value is a finite number, and no bool.
 
     Examples:
-        >>> is_number(1), is_number(True)
-        (True, False)
+        >>> is_number(1), is_number(True), is_number(math.inf)
+        (True, False, False)
     """
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def read_local_rope(values: dict[str, Any], problems: list[str]) -> float | None:
@@ -150,7 +152,7 @@ def _read_rotary_dim(
         try:
             size = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
             return int(size * factor)
-        except (KeyError, TypeError, ZeroDivisionError):
+        except (KeyError, TypeError, ValueError, ArithmeticError):
             pass  # a size that is no number is reported with its own key
     return None
 
@@ -192,7 +194,7 @@ def _read_scaling(
         return _make_scaling(rope_type, options, has_latents="kv_lora_rank" in family.keys)
     except KeyError as error:
         problems.append(f"rope: {error.args[0]} is missing")
-    except (ValueError, TypeError, ZeroDivisionError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         problems.append(f"rope: {error}")
     return None
 
