@@ -139,6 +139,7 @@ def open_guarded_saver(
 
 def _skip_duplicate_saves(save: Save, guard: Guard) -> tuple[Save, Guard]:
     """Return both functions, wrapped so that a state saved by a roll-back is not saved again."""
+    # The state of the last call if that was a roll-back, else none.
     rolled_back: list[TrainState] = []
 
     def guard_and_remember(
