@@ -131,10 +131,7 @@ def read_rope(values: Mapping[str, Any], family: Family, problems: list[str]) ->
         theta = 10_000.0
     factor = rope.pop("partial_rotary_factor", values.get("partial_rotary_factor"))
     rotary_dim = None if factor in (None, 1) else _read_rotary_dim(factor, values, family, problems)
-    num_problems = len(problems)
     scaling = _read_scaling(str(rope_type), rope, values, family, problems)
-    if len(problems) > num_problems:
-        scaling = None
     return {"rope_theta": float(theta), "rope_scaling": scaling, "rotary_dim": rotary_dim}
 
 
@@ -170,7 +167,6 @@ def _read_scaling(
     if rope_type not in family.ropes:
         problems.append(f"rope_type is {short_repr(rope_type)}, not {' or '.join(family.ropes)}")
         return None
-    num_problems = len(problems)
     full_length = values.get("max_position_embeddings")
     length = rope.pop("original_max_position_embeddings", full_length)
     # The value outside of the table takes precedence.
@@ -179,16 +175,17 @@ def _read_scaling(
     if rope_type != "linear":
         options["original_max_position_embeddings"] = length
     options |= {key: rope.pop(key) for key in _OPTIONS[rope_type] & rope.keys()}
-    problems += [f"rope: {key} is an unknown key" for key in rope]
+    wrong = [f"rope: {key} is an unknown key" for key in rope]
     # The bounds of YaRN's ramp are rounded to whole dimensions here, which `truncate` switches off.
     truncate = options.pop("truncate", True)
     if truncate is not True:
-        problems.append(f"rope: truncate is {short_repr(truncate)}, not true")
+        wrong.append(f"rope: truncate is {short_repr(truncate)}, not true")
     if rope_type == "longrope" and options["factor"] is None:
         is_known = is_number(full_length) and is_number(length) and length > 0
         options["factor"] = full_length / length if is_known else 1.0
-    problems += filter(None, itertools.starmap(_find_option_problem, options.items()))
-    if len(problems) > num_problems:
+    wrong += filter(None, itertools.starmap(_find_option_problem, options.items()))
+    problems += wrong
+    if wrong:
         return None
     try:
         return _make_scaling(rope_type, options, has_latents="kv_lora_rank" in family.keys)
