@@ -1012,8 +1012,8 @@ MISTAKES = [
         (
             "steps.py",
             "every rank reads the stride of the first",
-            "np.arange(share.index, len(items), share.count)",
-            "np.arange(0, len(items), share.count)",
+            "items[share.index :: share.count]",
+            "items[:: share.count]",
             "tests/data/test_steps.py",
         ),
         (

@@ -311,11 +311,13 @@ def test_longrope_chooses_its_factors_once_by_the_context(tmp_path):
         scaling = folder.config.rope_scaling
         assert folder.context == context or (context is None and folder.context == 4)
         assert scaling.factors == (scaling.long if context == 5 else scaling.short)
-        assert folder.config.reach == max(folder.context, 4)
+        assert folder.config.max_length == max(folder.context, 4)
         assert config_from_facts(orjson.loads(orjson.dumps(attrs.asdict(folder.config)))) == (
             folder.config
         )
-        with pytest.raises(ConfigError, match=f"context of {folder.config.reach}; set row_length"):
+        with pytest.raises(
+            ConfigError, match=f"context of {folder.config.max_length}; set row_length"
+        ):
             check_layout(Layout(), folder.config, BatchShape(row_length=8, rows=1), world=1)
     assert hub.read_init_config(tmp_path, vocab_size=64, context=8).rope_scaling.context == 8
     for file, data in hub.make_tokenizer_files("bytes").items():
@@ -323,7 +325,7 @@ def test_longrope_chooses_its_factors_once_by_the_context(tmp_path):
     values = orjson.loads((tmp_path / "config.json").read_bytes())
     (tmp_path / "config.json").write_bytes(orjson.dumps(values | {"vocab_size": 271}))
     assert hub.open_model(tmp_path).context == 4
-    assert hub.open_model(tmp_path, context=9).config.reach == 9
+    assert hub.open_model(tmp_path, context=9).config.max_length == 9
 
 
 def test_a_context_beyond_learned_positions_is_refused(tmp_path):

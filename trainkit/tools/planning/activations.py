@@ -240,8 +240,8 @@ def _estimate_latent_attention(job: Job, layout: Layout, fused_norms: bool) -> _
 
 def _estimate_mlp(job: Job, tp: int) -> _Half:
     config = job.config
-    d, f, products = config.width, config.mlp_width // tp, 1 + config.how_fed.gated
-    after = [(f, d)] * config.how_normed.after  # otherwise only the residual sum reads it
+    d, f, products = config.width, config.mlp_width // tp, 1 + config.feed_forward_config.gated
+    after = [(f, d)] * config.norm_config.after  # otherwise only the residual sum reads it
     return _Half(
         saved=d + 2 * products * f,
         results=_make_products(job.itemsize, *[(d, f)] * products, *after),

@@ -451,7 +451,9 @@ def _flatten(config: DecoderConfig) -> dict[str, Any]:
         for name, record_type in PARTS.items()
         for field in attrs.fields_dict(record_type)
     }
-    explicit = attrs.evolve(config, norms=config.how_normed, feed_forward=config.how_fed)
+    explicit = attrs.evolve(
+        config, norms=config.norm_config, feed_forward=config.feed_forward_config
+    )
     for name, value in attrs.asdict(explicit, recurse=False).items():
         if name in PARTS and value is not None:
             flat |= {f"{name}.{k}": x for k, x in attrs.asdict(value).items()}

@@ -164,7 +164,7 @@ def open_folder(
     values = parse_untrusted_table(read_bounded(file, _MAX_CONFIG_BYTES, shared=True), file)
     config = read_decoder_config(values, where=str(file), families=families, context=context)
     # Without the key: the default of `transformers` for Llama.
-    full_context = values.get("max_position_embeddings", config.reach or 2048)
+    full_context = values.get("max_position_embeddings", config.max_length or 2048)
     if type(full_context) is not int:
         raise ConfigError(f"{file}: max_position_embeddings is no number", where=str(file))
     return HFFolder(
@@ -173,7 +173,7 @@ def open_folder(
         config=config,
         values=values,
         # The short factors of LongRoPE hold for texts up to their length, `reach`.
-        context=context or min(full_context, config.reach or full_context),
+        context=context or min(full_context, config.max_length or full_context),
         full_context=full_context,
     )
 
