@@ -1262,8 +1262,8 @@ MISTAKES = [
         (
             "guard.py",
             "a save that finds its numbers bad changes nothing",
-            '    return Action("rollback", str(bad[0].error), before=bad[0].step - 1)',
-            "    return action",
+            '            action = Action("rollback", str(bad[0].error), before=bad[0].step - 1)',
+            "            pass",
             "tests/weights/checkpoint/test_guard.py",
         ),
     ),
