@@ -151,6 +151,7 @@ class _Requests:
             )
             for request in requests
         ]
+        # One call for all windows, so that they are packed into full batches.
         scores = iter(self.score([window for of_text in windows for window in of_text]))
         logprobs = [sum(next(scores).logprob for _ in of_text) for of_text in windows]
         for request, logprob in zip(requests, logprobs, strict=True):
@@ -267,7 +268,7 @@ def open_tasks(names: Sequence[str], *, include: Path | str | None = None) -> An
     if include is not None and not Path(include).is_dir():
         raise ConfigError(f"open_tasks: there is no folder {include}", where="include")
     include_path = None if include is None else str(include)
-    for include_defaults in (False, True):
+    for include_defaults in (False, True):  # lm-eval's own tasks take half a minute to load
         manager = TaskManager(include_path=include_path, include_defaults=include_defaults)
         missing = [x for x in names if not (Path(x).is_file() or manager.match_tasks([x]))]
         if not missing:

@@ -128,7 +128,8 @@ def generate(
     model, call = _split_stages(stages_or_model, call)
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     row_ids = range(len(prompts)) if row_ids is None else row_ids
-    _check_prompts(prompts, model, context, vocab_size, max_new_tokens=max_new_tokens, slide=slide)
+    # Everything is checked before the model runs.
+    _check_rows(prompts, model, context, vocab_size, max_new_tokens=max_new_tokens, slide=slide)
     if len(row_ids) != len(prompts):
         raise ValueError(
             f"generate: got {len(prompts)} prompts but {len(row_ids)} row_ids; give one per prompt"
@@ -268,7 +269,7 @@ def sample_text(
         slide=True,
         sampling=Sampling(temperature=temperature, seed=seed),
         stop_ids=[tokenizer.eos_id],
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=tokenizer.vocab_size,  # the model's may be rounded up
         call=call,
     )
     return tokenizer.decode([*prompt, *completion.ids])
@@ -405,9 +406,7 @@ def generate_sharded(
     newest: list[Mapping[str, Any]] = []
     if axis.count > 1 and prompts:
         # All ranks check all prompts: a rank that raised alone would leave the others waiting.
-        _check_prompts(
-            prompts, model, context, vocab_size, max_new_tokens=max_new_tokens, slide=slide
-        )
+        _check_rows(prompts, model, context, vocab_size, max_new_tokens=max_new_tokens, slide=slide)
         # A rank without a prompt of its own runs the first one, to take part in the collectives.
         indices = range(axis.index, len(prompts), axis.count) or [0]
         announced = _announce_calls(call, newest, axis)
@@ -615,6 +614,7 @@ def _make_window_batch(text: _Text, context: int, previous: KVCache | None) -> d
 
 def _make_batch(ids: Tensor, lengths: Sequence[int], positions: Tensor) -> dict[str, Any]:
     """Return a batch of one row with several documents."""
+    # One row of all documents, each of which attends only to itself.
     spans = Spans(
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=ids.device),
         lengths=np.array(lengths),
@@ -631,7 +631,7 @@ def _make_batch(ids: Tensor, lengths: Sequence[int], positions: Tensor) -> dict[
 # ------------------------------------------------------------------------------------------- checks
 
 
-def _check_prompts(
+def _check_rows(
     prompts: Sequence[Sequence[int]],
     model: Any,
     context: int,

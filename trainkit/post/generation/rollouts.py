@@ -221,6 +221,7 @@ def read_answers(
             # Engines run the last token through no layer. It is the input of no label, so any
             # choice does.
             choices += choices[-1:] * (count - len(choices))
+        # Consecutive records of a prompt are a group, over which advantages are normalized.
         previous = answers[-1] if answers else None
         if previous is None or (prompt, prompt_ids) != (previous.prompt, previous.prompt_ids):
             group += 1
@@ -353,7 +354,7 @@ def _encode(text: str, name: str, tokenizer: AnyTokenizer, index: int) -> list[i
     """Encode a text, and raise DataError if it does not round-trip."""
     ids = [*tokenizer.encode(text)]
     decoded = tokenizer.decode(ids)
-    if decoded != text:
+    if decoded != text:  # a normalizing tokenizer, or one without some bytes
         raise DataError(
             f"read_answers: the {name} {text!r:.200} of record {index} comes back from its tokens "
             f"as {decoded!r:.200}: the reward would be for another text than the one that is "
@@ -406,7 +407,7 @@ def make_answer_reader(
     if isinstance(records, Path):
         records = [record for _, record in read_records(records)]
     iterator = iter(records)
-    position = 0
+    position = 0  # the index of the next record of the iterator
 
     def read_on_first_rank(index: int) -> list[dict[str, Any]]:
         nonlocal iterator, position

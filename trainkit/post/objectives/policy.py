@@ -247,7 +247,7 @@ def policy_gradient(
             old = _get_column(scores, columns, "old_logprobs")
             sampler = _get_column(scores, columns, "sampler_logprobs")
             losses = losses * importance_weights(old, sampler, most=added.most_importance)
-        if added.kl is not None and added.kl_weight:
+        if added.kl is not None and added.kl_weight:  # a weight of 0 only reports it, below
             kl = _estimate_kl(added.kl, scores, columns, _REFERENCE)
             losses = losses + added.kl_weight * kl
         if entropy_weight:
@@ -348,7 +348,7 @@ def _estimate_kl(
     estimator: Estimator, scores: TokenScores, columns: LabelColumns, other: str
 ) -> Tensor:
     """Return the divergence from the log-probabilities of a column; 0 for an excluded word."""
-    is_excluded = scores.losses == torch.inf
+    is_excluded = scores.losses == torch.inf  # a log-probability of -inf
     return estimator(
         (-scores.losses).masked_fill(is_excluded, 0),
         _get_column(scores, columns, other).masked_fill(is_excluded, 0),
@@ -357,6 +357,7 @@ def _estimate_kl(
 
 def _estimate_old_kl(logprobs: Tensor, old: Tensor) -> Tensor:
     """Return `k3` of the old policy, which drew the tokens, from this one."""
+    # The tokens are samples of the old policy, which is therefore the first of the divergence.
     return k3(old, logprobs)
 
 
