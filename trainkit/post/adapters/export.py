@@ -28,7 +28,7 @@ from trainkit.types import CheckpointError, ConfigError, Weights
 from trainkit.weights.checkpoint.export import describe_origin, split_into_row_boxes, write_weights
 from trainkit.weights.checkpoint.load import read_facts
 from trainkit.weights.checkpoint.manifest import find_checkpoint
-from trainkit.weights.checkpoint.reading import reader
+from trainkit.weights.checkpoint.reading import read_box
 from trainkit.weights.checkpoint.run_state import hash_tensor_box
 from trainkit.weights.checkpoint.sources import read_model_tensors
 from trainkit.weights.checkpoint.tensor_files import Stored
@@ -74,10 +74,11 @@ def read_adapters(checkpoint: Path | str, *, name: str | None = None) -> SavedAd
     path = find_checkpoint(checkpoint)
     facts = read_facts(path, needs=["adapters"])
     loras = tuple(Lora(**one) for one in facts["adapters"])
-    stored = read_model_tensors(path)
-    read = reader(stored)
     # All in memory: a checkpoint without its base holds little.
-    tensors = {key: read(key, x.shape, (0,) * len(x.shape)) for key, x in stored.items()}
+    tensors = {
+        key: read_box(x, x.shape, (0,) * len(x.shape))
+        for key, x in read_model_tensors(path).items()
+    }
     names = sorted({split_name(key)[1] for key in tensors if f".{CHILD}." in key})
     if len(names) != 1 and name not in names:  # a single one needs no name
         raise CheckpointError(
@@ -266,7 +267,9 @@ def merge_weights(saved: SavedAdapters, base: Weights) -> Weights:
         factors = saved.held.get(name) or saved.held.get(name.removesuffix(".weight"))
         if factors is None:
             return base(name, shape, offset)
-        *experts, rows, columns = map(slice, offset, map(sum, zip(offset, shape, strict=True)))
+        *experts, rows, columns = (
+            slice(start, start + size) for start, size in zip(offset, shape, strict=True)
+        )
         if factors.lengths is None:
             weight = base(name, shape, offset)
             a = factors.a[(*experts, slice(None), columns)]

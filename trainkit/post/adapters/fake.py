@@ -278,7 +278,9 @@ def quantize_model_(
     """
     device = next(model.parameters()).device.type
     # torchao multiplies in float8 on GPUs only.
-    known = [("int4", None), ("int4", "int8"), *([("fp8_row",) * 2] if device == "cuda" else [])]
+    known = [("int4", None), ("int4", "int8")]
+    if device == "cuda":
+        known.append(("fp8_row", "fp8_row"))
     if (weights, activations) not in known:
         raise ConfigError(
             f"quantize_model_: torchao quantizes weights and activations on {device} to "

@@ -23,7 +23,7 @@ from trainkit.post.adapters.frozen import EXPERT_WEIGHTS
 from trainkit.post.adapters.lowrank import Lora, split_name
 from trainkit.types import CheckpointError, ConfigError, Weights
 from trainkit.weights.checkpoint.boxes import shorten
-from trainkit.weights.checkpoint.reading import reader
+from trainkit.weights.checkpoint.reading import read_box
 from trainkit.weights.checkpoint.safe_files import read_bounded
 from trainkit.weights.checkpoint.tensor_files import parse_untrusted_table, safetensors_file
 from trainkit.weights.hub.families import Family
@@ -404,9 +404,10 @@ def read_peft(folder: Path | str, family: Family, config: DecoderConfig) -> Peft
         read_bounded(folder / CONFIG, _MAX_CONFIG_BYTES, shared=True), folder / CONFIG
     )
     _check_settings(settings, folder / CONFIG)
-    stored = safetensors_file(folder / TENSORS)
-    read = reader(stored)
-    tensors = {name: read(name, x.shape, (0,) * len(x.shape)) for name, x in stored.items()}
+    tensors = {
+        name: read_box(x, x.shape, (0,) * len(x.shape))
+        for name, x in safetensors_file(folder / TENSORS).items()
+    }
     modules = _map_modules(family, config)
     parts_by_module, problems = _group_by_module(tensors, modules, config)
     factors: dict[str, LowRankFactors] = {}

@@ -149,7 +149,9 @@ def encode_continuation(
     if context_ids:
         return context_ids, ids[len(context_ids) :]
     prefix = get_prefix_id(tokenizer)
-    return ([prefix], ids) if ids[:1] != [prefix] else (ids[:1], ids[1:])
+    if ids[:1] == [prefix]:  # a BOS that the tokenizer has added is the prefix
+        return ids[:1], ids[1:]
+    return [prefix], ids
 
 
 def encode_with_bos(tokenizer: Tokenizer, text: str, *, add_bos: bool) -> list[int]:

@@ -341,7 +341,8 @@ def _find_top_k(output: Any, labels: Tensor, *, top_k: int, temperature: float) 
         _check_top_k(top_k, output.shape[-1])
         flat = (output.detach().flatten(0, -2).float() / temperature).log_softmax(-1)
         # As floating-point numbers, ids share a tensor with the log-probabilities.
-        values = torch.cat([x.float() for x in likeliest(flat, top_k, SOLO)], dim=-1)
+        ids, logprobs = likeliest(flat, top_k, SOLO)
+        values = torch.cat([ids.float(), logprobs.float()], dim=-1)
     else:
         hidden, weight, axis, softcap = Hidden(*output)
         axis = make_vocabulary_axis(weight, axis)

@@ -596,14 +596,16 @@ def _make_window_batch(text: _Text, context: int, previous: KVCache | None) -> d
     starts = max(lengths) - torch.tensor(lengths, device=device)
     length = min(text.ids.shape[1], context)
     all_slots = torch.arange(length, device=device)
+    seen = None  # bool [R, 1, 1, slots]; rows of equal length fill all slots, and need no mask
+    if len({*lengths}) > 1:
+        seen = (all_slots >= starts.unsqueeze(1))[:, None, None]
     cache = KVCache(
         length,
         end=max(lengths),
         rows=rows,
         slots=slots,
         last=torch.from_numpy(np.cumsum(lengths) - 1).to(device),
-        # bool [R, 1, 1, slots]: rows of equal length fill all slots, and need no mask.
-        seen=(all_slots >= starts.unsqueeze(1))[:, None, None] if len({*lengths}) > 1 else None,
+        seen=seen,
         keys={} if previous is None else previous.keys,
         values={} if previous is None else previous.values,
     )
