@@ -548,7 +548,7 @@ def _make_compute_logits(model: nn.Module, call: Call) -> _ComputeLogits:
         nonlocal batch
         cache: KVCache | None = batch["cache"]
         if cache is not None and selected is not None:
-            cache = cache.of_rows(selected)
+            cache = cache.select_rows(selected)
         longest = text.end - min(text.starts)
         if cache is None or longest > context or not cache.end + 1 == text.end <= cache.length:
             batch = _make_window_batch(text, context, cache)
