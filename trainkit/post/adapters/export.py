@@ -145,6 +145,7 @@ def export_peft(
     saved = read_adapters(path, name=name)
     config = config_from_facts(read_facts(path, needs=["model"])["model"])
     base = base or saved.facts.get("base_from")
+    # Several families may compute what the decoder does; the base's folder names the right one.
     if family is not None:
         base_family = get_family(family, where="family")
     elif base and is_hf_folder(base):

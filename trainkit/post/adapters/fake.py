@@ -65,7 +65,7 @@ class _Rounding:
 
     def round_activation(self, x: Tensor) -> Tensor:
         """Round the input of a layer, whose features may be sharded."""
-        if self.activations == "fp8_row":
+        if self.activations == "fp8_row":  # a row is a token: each has a scale
             largest = all_max(largest_of(x, rows=True), self.inputs)
             return quantize_dequantize(x, "fp8_row", largest=largest)
         # int8 per token, asymmetric, as torchao does it: codes from -128 to 127 for the range from

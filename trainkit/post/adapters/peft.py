@@ -226,6 +226,7 @@ def to_peft(
     rank = Counter(ranks.values()).most_common(1)[0][0]
     alpha = Counter(alphas.values()).most_common(1)[0][0]
     packed = [module for module in ranks if ".experts." in module]
+    # Other settings have PEFT's defaults, which change nothing that is computed.
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -338,6 +339,7 @@ def _collect_full_modules(
         for name, links in links_by_name.items()
         if any(link.ours.name in whole for link in links)
     }
+    # PEFT saves a module with all of its parameters, so all must be trained, weight and bias.
     tensors: dict[str, Tensor] = {}
     for name, links in links_by_name.items():
         module = name.rpartition(".")[0]
@@ -496,7 +498,7 @@ def _group_by_module(
         # Some versions of PEFT write "lora_magnitude_vector.weight".
         plain = name.removesuffix(".weight") if "magnitude" in name else name
         suffix = next((suffix for suffix in _PARTS if plain.endswith(f".{suffix}")), None)
-        if suffix is None:
+        if suffix is None:  # a full parameter, of `modules_to_save`
             if "lora_" in name:
                 problems.append(f"{name} is of a kind that is not known here")
             continue
@@ -565,6 +567,7 @@ def _split_factors(
         )
         return {}
     rank = a.shape[-2]
+    # The scale depends on the rank, so a configuration of another rank is a mistake.
     expected_rank = _find_by_pattern(settings, "rank_pattern", module, settings.get("r", 8))
     if rank != expected_rank:
         problems.append(f"{module} has the rank {rank}, and {CONFIG} says {expected_rank}")
@@ -610,6 +613,7 @@ def _read_full_tensors(
 ) -> dict[str, Tensor]:
     """Return the full parameters of a folder by our names, and add to `problems`."""
     full = {name.removeprefix(_PREFIX): x for name, x in tensors.items() if "lora_" not in name}
+    # Our tied decoder has one parameter for embedding and head: both must be equal in the folder.
     if config.tied and "lm_head.weight" in full:
         head = full.pop("lm_head.weight")
         if not torch.equal(head, full.get("model.embed_tokens.weight", head[:0])):
@@ -641,6 +645,7 @@ def _make_loras(
     factors: Mapping[str, LowRankFactors], settings: Mapping[str, Any]
 ) -> Iterable[Lora]:
     """Yield a specification for all adapters of the same rank and scale."""
+    # PEFT has no dropout for experts, so these are groups of their own.
     groups: dict[tuple[int, float, bool], list[str]] = {}
     for name, x in factors.items():
         groups.setdefault((x.a.shape[-2], x.scale, x.a.ndim == 3), []).append(name)

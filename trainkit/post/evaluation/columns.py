@@ -150,6 +150,7 @@ def score_corpus(
     on_first_rank = partial(_run_on_first_rank, axis)
     documents = iterate_documents(corpus)
     with ExitStack() as lock:  # entered within a lambda, on the first rank alone
+        # Two processes would delete each other's parts.
         on_first_rank(lambda: lock.enter_context(lock_output(out, function="score_corpus")))
         on_first_rank(lambda: _prepare_folder(folder, facts, log))
         reused = on_first_rank(

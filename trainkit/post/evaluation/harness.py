@@ -128,6 +128,7 @@ class _Requests:
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
+        # lm-eval passes False for a text without context, and prepends the prefix itself.
         add_bos = self.add_bos and add_special_tokens is not False
         return encode_with_bos(self.own_tokenizer, string, add_bos=add_bos)
 
@@ -135,6 +136,7 @@ class _Requests:
         examples = [make_example(a, b, context=self.context) for _, a, b in requests]
         self.cut += sum(example.cut > 0 for example in examples)
         results = [(scores.logprob, scores.greedy) for scores in self.score(examples)]
+        # lm-eval's own cache of results, if it is on.
         for request, result in zip(requests, results, strict=True):
             self.cache_hook.add_partial("loglikelihood", request[0], result)
         return results

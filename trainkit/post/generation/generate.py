@@ -168,6 +168,7 @@ def _split_stages(
 ) -> tuple[nn.Module, Call | None]:
     """Return the first module, and a call that runs a batch through it or through all stages."""
     if isinstance(stages_or_model, Stages):
+        # The first stage stands for the device and the modes of all; the call runs each of them.
         return stages_or_model[0], call or make_call(stages_or_model, sharded=sharded)
     return stages_or_model, call
 
@@ -471,7 +472,7 @@ class _Row:
         if token in self.stop_ids:
             self.ended = "stop_id"
             return False
-        self.ids.append(token)
+        self.ids.append(token)  # the stop token is no part of the completion
         if self.reader is not None:
             self._stream(self.reader.read(token))
             if self.reader.stopped:
@@ -512,7 +513,7 @@ class _Text:
         )
 
     def add_tokens(self, tokens: Tensor) -> _Text:
-        self.ids[:, self.end] = tokens
+        self.ids[:, self.end] = tokens  # in place: earlier texts of these rows are not used again
         return attrs.evolve(self, end=self.end + 1)
 
 
@@ -549,6 +550,8 @@ def _make_compute_logits(model: nn.Module, call: Call) -> _ComputeLogits:
         cache: KVCache | None = batch["cache"]
         if cache is not None and selected is not None:
             cache = cache.select_rows(selected)
+        # The cache must be one token behind. It is not in the first step; and in a sliding window
+        # the position of every token changes, so all keys are computed again.
         longest = text.end - min(text.starts)
         if cache is None or longest > context or not cache.end + 1 == text.end <= cache.length:
             batch = _make_window_batch(text, context, cache)
@@ -609,6 +612,7 @@ def _make_window_batch(text: _Text, context: int, previous: KVCache | None) -> d
         keys={} if previous is None else previous.keys,
         values={} if previous is None else previous.values,
     )
+    # [T], row after row: prompts of different lengths are packed, and not padded.
     ids = text.ids[rows, text.end - max(lengths) + slots]
     batch = _make_batch(ids, lengths, torch.from_numpy(positions).to(device))
     return batch | {"cache": cache}
@@ -645,6 +649,7 @@ def _check_rows(
     check_range("generate", at_least=0, max_new_tokens=max_new_tokens)
     check_range("generate", at_least=1, context=context)
     check_range("generate", at_least=1, vocab_size=vocab_size)
+    # Of a plain module the vocabulary is not known; its embedding then raises.
     num_tokens = getattr(getattr(model, "config", None), "vocab_size", None)
     for index, prompt in enumerate(prompts):
         if not hasattr(prompt, "__len__") or isinstance(prompt, str):

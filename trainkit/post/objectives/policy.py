@@ -242,7 +242,7 @@ def policy_gradient(
     check_range("policy_gradient", entropy_weight=entropy_weight)
 
     def policy(scores: TokenScores, columns: LabelColumns) -> Tensor:
-        losses, _ = _apply_surrogate(surrogate, scores, columns)
+        losses, _ = _apply_surrogate(surrogate, scores, columns)  # minus ratio times advantage
         if added.most_importance is not None:
             old = _get_column(scores, columns, "old_logprobs")
             sampler = _get_column(scores, columns, "sampler_logprobs")
@@ -287,6 +287,7 @@ def sequence_policy_gradient(
         >>> sequence_policy_gradient(ppo_clip(3e-4, 4e-4)).terms[:2]
         ('policy', 'policy/count')
     """
+    # Declared before the loss runs: ranks of a pipeline that do not run it report them, too.
     names = ["policy", "clipped", "old_kl"]
     names += ["kl"] if added.kl is not None else []
     names += ["truncated"] if added.most_importance is not None else []
@@ -367,6 +368,7 @@ def _make_metrics(surrogate: Surrogate, added: PolicyOptions) -> dict[str, OfSco
     def ratio_beyond(factor: float) -> OfScores:
         def metric(scores: TokenScores, columns: LabelColumns) -> Tensor:
             log_ratio = -scores.losses - _get_column(scores, columns, "old_logprobs")
+            # In logs, so that neither direction overflows.
             return (log_ratio.abs() > math.log(factor)).to(scores.losses.dtype)
 
         return metric
