@@ -750,6 +750,11 @@ def work(out):
     return written
 
 
+def test_processes_start_without_torch():
+    code = "import sys, trainkit.text.prepare.workers; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_processes_look_for_no_script_that_came_through_a_pipe(monkeypatch):
     for name, value in {"__file__": "<stdin>", "__spec__": None}.items():
         monkeypatch.setitem(vars(sys.modules["__main__"]), name, value)

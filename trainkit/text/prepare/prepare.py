@@ -346,7 +346,7 @@ def _write_parts(
         )
         return None
     if workers is None:
-        # Starting processes takes seconds, as each imports torch.
+        # Starting processes takes seconds: each imports trainkit, numba and the caller's script.
         is_small = sum(chunk.bytes for chunk in missing.values()) < _SMALL
         workers = 1 if is_small else len(os.sched_getaffinity(0))
     # No process without a chunk.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from trainkit.text.prepare.chunks import Chunk
 
-# Before its first heartbeat a process imports torch, and the caller's script.
+# Before its first heartbeat a process imports the caller's script, and what that imports.
 _MIN_START_SECONDS = 60.0
 _EXIT_SECONDS = 10.0  # that a process which was sent SIGTERM has to end
 
