@@ -214,6 +214,7 @@ def prepare_corpus(
         parts_reused=len(reused),
         workers=used_workers,
         seconds=seconds,
+        # Reused parts took no time in this run.
         tokens_per_second=(total.tokens - add_tallies(reused.values()).tokens) / seconds,
     )
 
@@ -239,6 +240,7 @@ class _ProgressReport:
         self.parts[index] = part
         if self._progress is None:
             return
+        # Only a few thousand parts, so they can be added each time.
         finished = add_tallies(self.parts.values())
         self._progress(
             PrepareProgress(
