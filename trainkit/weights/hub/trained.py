@@ -102,7 +102,7 @@ def open_model(
     info = _read_folder(path, tokenizer, context) if is_folder else _read_run(path, tokenizer, log)
     if context is not None:
         info = attrs.evolve(info, context=context)
-    reach = info.config.reach
+    reach = info.config.max_length
     if reach is not None and info.context > reach:
         raise ConfigError(
             f"open_model: a context of {info.context} tokens was requested, but {path} has "
@@ -125,7 +125,7 @@ def open_model(
 
 
 def read_model_info(path: Path | str, *, context: int | None = None) -> DecoderConfig:
-    """Return the model of a Hugging Face folder, a run or a checkpoint, without a tokenizer.
+    """Return the decoder of a Hugging Face folder, a run or a checkpoint, without a tokenizer.
 
     Args:
         path: The folder, the run (its newest checkpoint that verifies) or the checkpoint.
@@ -189,7 +189,7 @@ def _read_run(path: Path, name: str | None, log: Log) -> ModelInfo:
         config=config,
         name=name,
         tokenizer=tokenizer,
-        context=min(full_context, config.reach or full_context),
+        context=min(full_context, config.max_length or full_context),
         full_context=full_context,
         adds_bos=has_learned_bos(tokenizer, facts),
         template=facts.get("config.template"),
