@@ -887,6 +887,15 @@ def test_processes_that_start_no_chunk_are_reported(source, out, tmp_path, monke
     assert multiprocessing.active_children() == []
 
 
+def test_a_process_that_still_hangs_at_the_end_is_killed(monkeypatch):
+    monkeypatch.setattr(workers, "_EXIT_SECONDS", 0.2)
+    start = time.monotonic()
+    with workers.process_pool(1) as pool:
+        pool.submit(time.sleep, 300)
+    assert time.monotonic() - start < 100
+    assert multiprocessing.active_children() == []
+
+
 def test_an_executor_may_start_its_chunks_late(source, out):
     path, started = lines(source), threading.Event()
     with ThreadPoolExecutor(1) as executor:

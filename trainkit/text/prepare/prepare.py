@@ -6,7 +6,7 @@ import fcntl
 import os
 import shutil
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -471,8 +471,9 @@ def lock_output(out: Path, *, function: str = "prepare") -> Iterator[None]:
                 where=path,
                 hint="wait for it, or write to another file",
             ) from error
-        if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
-            break
+        with suppress(FileNotFoundError):
+            if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+                break
         file.close()  # the process that had the lock has deleted the file: lock a new one
     # For the message of a process that comes meanwhile.
     try:
