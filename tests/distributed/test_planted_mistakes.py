@@ -282,7 +282,7 @@ def routers_counted_per_tp_rank(_ps):
 
 def adapters_not_summed(_ps):
     derive = lowrank.LowRank.derive_style
-    without_sum = lambda style: attrs.evolve(derive(style), partial=False)  # noqa: E731
+    without_sum = lambda style: attrs.evolve(derive(style), partial_grads=False)  # noqa: E731
     PATCH.setattr(lowrank.LowRank, "derive_style", staticmethod(without_sum))
 
 

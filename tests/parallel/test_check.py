@@ -133,14 +133,14 @@ REFUSED = [
 
 @pytest.mark.case("S5", "S3", "G4")
 @pytest.mark.parametrize(
-    ("model", "degrees", "changes", "said"),
+    ("model", "degrees", "changes", "message"),
     REFUSED,
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_does_not_fit_is_refused_with_both_numbers_and_a_way_out(
-    model, degrees, changes, said
+    model, degrees, changes, message
 ):
-    with pytest.raises(ConfigError, match=said) as refusal:
+    with pytest.raises(ConfigError, match=message) as refusal:
         check(model, changes=changes, **degrees)
     assert "\n" not in str(refusal.value)
     assert refusal.value.code == 64
@@ -170,8 +170,8 @@ def test_what_fits_passes(degrees):
 
 
 def test_the_schedules_that_split_the_backward_pass_pass_where_nothing_is_freed():
-    kept = {"schedule": "interleaved_zero_bubble", "reshard_after_forward": False}
-    check(pp=2, dp_shard=2, changes=kept)
+    gathered = {"schedule": "interleaved_zero_bubble", "reshard_after_forward": False}
+    check(pp=2, dp_shard=2, changes=gathered)
     unfolded = {"schedule": "interleaved_zero_bubble", "fold_sp": "none"}
     check(pp=2, ring=2, changes=unfolded)
 
@@ -244,7 +244,7 @@ def test_a_recipe_refuses_a_layout_at_once_and_waits_for_nobody(tmp_path):
 def test_every_recipe_asks_before_a_group_is_opened(recipe, tmp_path, monkeypatch):
     for name, value in ONE_OF_THREE.items():
         monkeypatch.setenv(name, value)
-    for flags, said in {
+    for flags, message in {
         "--tp 3": TP_3,
         "--ring 3": "set multiple_of to 6",
         "--dp-shard 3 --rows 2": "set rows to 3",
@@ -253,5 +253,5 @@ def test_every_recipe_asks_before_a_group_is_opened(recipe, tmp_path, monkeypatc
         "--pp 2": "multiply to 2",
     }.items():
         code, what = refusal(recipe, "--out", tmp_path / "run", *flags.split())
-        assert (code, said in what) == (64, True), what
+        assert (code, message in what) == (64, True), what
     assert not (tmp_path / "run").exists()

@@ -141,7 +141,7 @@ def tensor_parallel(styles: Mapping[str, str | ParallelStyle] | None = None) -> 
         _shard_parameters_(module, by_name, ps.tp)
         if isinstance(module.forward, MethodType):  # a user may have set a plain function
             wrap_forward_(module, _explain_mixed_tensors)
-        has_parts = any(style.sequence for style in by_name.values())
+        has_parts = any(style.sequence_sharded for style in by_name.values())
         if has_parts and hasattr(module, "sequence_parts"):
             module.sequence_parts = ps.tp.count  # pyrefly: ignore[bad-argument-type]
             module.register_forward_pre_hook(_make_token_slicer(ps.tp), with_kwargs=True)
@@ -280,7 +280,7 @@ def _match_styles(
         owner = name.rsplit(".", 2)[0]
         if callable(derive_style) and owner in matched:
             matched[name] = matched[owner][0], derive_style(matched[owner][1])
-    has_parts = any(style.sequence for _, style in matched.values())  # of the tokens
+    has_parts = any(style.sequence_sharded for _, style in matched.values())  # of the tokens
     style = STYLES["partial" if has_parts else "replicated"]
     return matched | dict.fromkeys(sorted(in_experts), ("experts", style))
 
@@ -297,11 +297,11 @@ def _check_module(
             f"{problem}",
             where=name,
         )
-    for key in style.cuts:
+    for key in style.shard_dims:
         _check_is_parameter(module, key, name, pattern=pattern)
     size = _head_size(module) or _head_size(modules.get(name.rpartition(".")[0]))
     for key, parameter in module.named_parameters(recurse=False):
-        dim = style.cuts.get(key)
+        dim = style.shard_dims.get(key)
         if dim is None:
             continue
         count = parameter.shape[dim]
@@ -361,7 +361,7 @@ def _shard_parameters_(module: nn.Module, styles: Mapping[str, ParallelStyle], a
         if not own and name not in styles:
             continue
         for key, parameter in own.items():
-            dim = style.cuts.get(key)
+            dim = style.shard_dims.get(key)
             if id(parameter) not in dtensors:
                 dtensors[id(parameter)] = dim, _make_dtensor(parameter, dim, axis)
             if dtensors[id(parameter)][0] != dim:
@@ -372,10 +372,10 @@ def _shard_parameters_(module: nn.Module, styles: Mapping[str, ParallelStyle], a
                     where=f"{name}.{key}",
                 )
             setattr(child, key, dtensors[id(parameter)][1])
-        replicated = [key for key in own if key not in style.cuts]
-        if style.partial and replicated:
+        replicated = [key for key in own if key not in style.shard_dims]
+        if style.partial_grads and replicated:
             mark_partial_(child, replicated, axis)
-        if isinstance(child, nn.Embedding) and style.cuts:
+        if isinstance(child, nn.Embedding) and style.shard_dims:
             rows = child.num_embeddings // axis.count
             child.padding_idx = local_padding(child.padding_idx, rows, axis)
         shard_(child, tuple(own), style, axis)

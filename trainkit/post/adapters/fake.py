@@ -180,7 +180,7 @@ class Fake(nn.Module):
         Raises:
             ConfigError: The ranks' parts of the side are not whole blocks of the format.
         """
-        dim = style.cuts.get("weight")
+        dim = style.shard_dims.get("weight")
         form = self.fake.weights
         if dim is None:
             return style

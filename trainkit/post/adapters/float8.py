@@ -194,7 +194,7 @@ class Float8(nn.Module):
         Raises:
             ConfigError: 16 does not divide this rank's part of the side.
         """
-        dim = style.cuts.get("weight")
+        dim = style.shard_dims.get("weight")
         if dim is None:
             return style
         local_size = self.weight.shape[dim] // axis.count
