@@ -86,6 +86,8 @@ def open_world(
             want="rank 0",
             hint="another program may hold the port, or rank 0 may have been stopped",
         )
+    # torch has one timeout for opening the group and for its collectives: first the one, then the
+    # other.
     left = timedelta(seconds=max(5.0, deadline - time.monotonic()))
     try:
         dist.init_process_group(

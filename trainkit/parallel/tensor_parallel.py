@@ -299,6 +299,7 @@ def _check_module(
         )
     for key in style.shard_dims:
         _check_is_parameter(module, key, name, pattern=pattern)
+    # Attention needs whole heads: their number must divide, not only the number of rows.
     size = _head_size(module) or _head_size(modules.get(name.rpartition(".")[0]))
     for key, parameter in module.named_parameters(recurse=False):
         dim = style.shard_dims.get(key)
