@@ -390,19 +390,19 @@ def list_boxes(tensor: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
 
 @cache  # many tensors of a model have one shape and one placement
 def _boxes(
-    whole: tuple[int, ...], sizes: tuple[int, ...], placements: tuple[Any, ...]
+    full_shape: tuple[int, ...], sizes: tuple[int, ...], placements: tuple[Any, ...]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     from torch.distributed.tensor._utils import (  # noqa: PLC0415 (a second of import time)
         _compute_local_shape_and_global_offset,
     )
 
-    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for coordinate in product(*map(range, sizes)):
         shape, offset = _compute_local_shape_and_global_offset(
-            whole, sizes, [*coordinate], placements
+            full_shape, sizes, [*coordinate], placements
         )
-        found.append((tuple(offset), tuple(shape)))
-    return found
+        boxes.append((tuple(offset), tuple(shape)))
+    return boxes
 
 
 class PlacedAlike(TorchFunctionMode):

@@ -323,7 +323,7 @@ def _check_module(
 def _check_is_parameter(module: nn.Module, key: str, name: str, *, pattern: str) -> None:
     """Raise ConfigError if a module computes this tensor from parameters, as `weight_norm` does."""
     own = dict(module.named_parameters(recurse=False))
-    if key in own or hasattr(module, "cut_") or getattr(module, key, None) is None:
+    if key in own or hasattr(module, "shard_by_style_") or getattr(module, key, None) is None:
         return
     starts = (f"{key}_", f"parametrizations.{key}.")
     sources = ", ".join(x for x, _ in module.named_parameters() if x.startswith(starts))
@@ -355,9 +355,9 @@ def _shard_parameters_(module: nn.Module, styles: Mapping[str, ParallelStyle], a
     dtensors: dict[int, tuple[int | None, nn.Parameter]] = {}  # tied parameters stay tied
     for name, child in module.named_modules():
         style = styles.get(name, STYLES["replicated"])
-        cut: Any = getattr(child, "cut_", None)
-        if cut is not None:  # it stores its weights in other shapes than the style knows
-            style = cut(style, axis)
+        shard_by_style: Any = getattr(child, "shard_by_style_", None)
+        if shard_by_style is not None:  # it stores its weights in other shapes than a style knows
+            style = shard_by_style(style, axis)
         own = dict(child.named_parameters(recurse=False, remove_duplicate=False))
         if not own and name not in styles:
             continue

@@ -171,7 +171,7 @@ class Fake(nn.Module):
             x = _round_straight_through(x, self.fake.round_activation)
         return nn.functional.linear(x, weight, self.bias)
 
-    def cut_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
+    def shard_by_style_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
         """Record which side of the weight tensor parallelism shards.
 
         Effects:

@@ -309,7 +309,7 @@ class _QuantizedModule(nn.Module):
     packings: dict[str, QuantizationSpec]
     fills: dict[str, Fill]
 
-    def cut_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
+    def shard_by_style_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
         """Return the style with scales sharded where it shards the rows of a matrix.
 
         Effects:

@@ -221,7 +221,7 @@ class LowRank(Adapter):
             shard_dims=cuts, partial_grads=True, sequence_sharded=style.sequence_sharded
         )
 
-    def cut_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
+    def shard_by_style_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
         """Take part in tensor parallelism by a style of `derive_style`, which is returned.
 
         Effects:
