@@ -72,8 +72,8 @@ def fsdp(
             stochastically to bf16 and still sum them in fp32: half of the bytes, and bits that
             depend on the layout; see `collectives.reduce_scatter_bf16`. Batches must have a
             "noise_key" (`data.add_noise_keys`), of which the rounding is a function. None sends
-            them in `reduce_dtype`. It has no effect without sharded experts, or with one rank in
-            expert_fsdp.
+            them in the dtype that they are summed in. It has no effect without sharded experts, or
+            with one rank in expert_fsdp.
 
     Returns:
         A transform for `build_stages`. Gradients are summed, in the dtype of the parameters. In
