@@ -104,6 +104,7 @@ def _format_ranks(missing: Sequence[int], world: int) -> str:
 
 
 def _open_entries(store: dist.Store) -> dist.Store:
+    # After an elastic restart the agent's store still has the entries of the attempt before.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"trainkit/rendezvous/{attempt}", store)
 
@@ -163,7 +164,7 @@ def _wait_for_ranks(entries: dist.Store, launch: Launch, deadline: float) -> Map
             return {"trouble": trouble, "registered": len(registrations)}
         missing = missing_ranks(registrations, launch.world)
         if not missing:
-            return {"name": secrets.token_hex(8)}
+            return {"name": secrets.token_hex(8)}  # a prefix in the store of each session's own
         if time.monotonic() > deadline:
             return {"missing": missing, "registered": len(registrations)}
         waits_for(_format_ranks(missing, launch.world))

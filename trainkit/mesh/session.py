@@ -110,6 +110,7 @@ def parallel_session(
     device = _get_local_device(launch)
     opened = not existing and launch.world > 1
     if opened:
+        # gloo as well: ranks exchange control messages and JSON on the CPU.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         open_world(
             launch,

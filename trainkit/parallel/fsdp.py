@@ -255,6 +255,7 @@ def _find_ends(
     if not blocks:
         return [], []
     order = {part: i for i, part in enumerate(module.modules())}
+    # The model and its list of layers contain the blocks; the ends are their other children.
     around = [x for x in order if {*x.modules()} & {*blocks} and x not in blocks]
     outside = {x for parent in around for x in parent.children()} - {*around, *blocks}
     ends = sorted((x for x in outside if [*x.parameters()]), key=lambda x: order[x])

@@ -38,6 +38,7 @@ def choose_layers(
         >>> [*found], left_out
         (['up'], ['head'])
     """
+    # Routers and experts too: a pattern may name them, and `problem` decides.
     kinds = (nn.Linear, Router, ExpertWeights)
     named = {
         canonical_name(x): part for x, part in module.named_modules() if isinstance(part, kinds)

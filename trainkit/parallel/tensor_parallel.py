@@ -35,6 +35,8 @@ from trainkit.types import Axis, ConfigError, Hidden, ParallelState, RoutedOutpu
 DECODER_STYLES: Mapping[str, str] = MappingProxyType(
     {
         "embedding": "vocabulary_scattered",
+        # Each norm sees its rank's tokens; "gather" makes complete sequences of them for the
+        # matrices, and "row_scattered" sums and shards the output.
         "layers.*.attention_norm": "partial",
         "layers.*.attention": "gather",
         "layers.*.attention.w[qkv]": "column_inside",
@@ -125,7 +127,7 @@ def tensor_parallel(styles: Mapping[str, str | ParallelStyle] | None = None) -> 
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         if ps.tp.count == 1 and styles is None:
-            return module
+            return module  # a user's own styles are checked on one rank too
         matched = _match_styles(module, styles, is_stage=ps.pp.count > 1)
         by_name = {name: style for name, (_, style) in matched.items()}
         problem = sums_problem(module, by_name)
