@@ -385,11 +385,19 @@ def planting_plan(ps, case):
 
 def subject(model, make_model, mistakes, *, plain, loss=next_token_linear, call=call_with_noise):
     """Return how a model is trained, and its cases: first those without a mistake."""
-    how = {"make_batches": decoder_batch, "plan": planting_plan, "steps": STEPS}
-    how |= {"loss": loss, "call": call, "tier": TIERS["fp64"]}
     mistakes = running(mistakes).items()
     planted = [attrs.evolve(PLAIN[axis], note=note) for note, (_, axis) in mistakes]
-    return Training(title=model, make_model=make_model, **how), [*plain, *planted]
+    training = Training(
+        title=model,
+        make_model=make_model,
+        make_batches=decoder_batch,
+        plan=planting_plan,
+        steps=STEPS,
+        loss=loss,
+        call=call,
+        tier=TIERS["fp64"],
+    )
+    return training, [*plain, *planted]
 
 
 @pytest.fixture(scope="module")
