@@ -108,6 +108,7 @@ def main(argv: list[str] | None = None) -> int:
             return code
     if is_for_people and not isinstance(report, str):
         report = as_text(report)
+    # UTF-8 whatever the locale, as a program that reads JSON expects.
     text = report.encode() if isinstance(report, str) else orjson.dumps(report, option=_INDENT)
     sys.stdout.buffer.write(text + b"\n")
     return code

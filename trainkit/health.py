@@ -565,6 +565,7 @@ def _compute_limit(values: Sequence[float], policy: Policy) -> float:
     median = _median(recent)
     spread = _SIGMA * _median(sorted(abs(value - median) for value in recent))
     spread = max(spread, _MIN_SPREAD * abs(median))
+    # The spread is 0 only around a median of 0: there is no scale then to compare with.
     return _round_to_fp32(median + policy.spike_sigmas * spread) if spread else math.inf
 
 

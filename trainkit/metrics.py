@@ -394,6 +394,8 @@ def estimate_gradient_noise(
         >>> estimate_gradient_noise(squares[0], torch.tensor(1), squares[1], tokens)
         (tensor(-10.6667), tensor(11.6667))
     """
+    # With the part's own tokens as the denominator. In expectation the squared norm of a gradient
+    # of n tokens is signal + noise / n: two equations, for the part and for the step.
     small = part_square * tokens / part_tokens * tokens / part_tokens
     rest = tokens - part_tokens
     noise = (small - square) * part_tokens * tokens / rest
@@ -465,6 +467,7 @@ def model_flops(
         raise ValueError(f'model_flops: attention must be "causal" or "full", got {attention!r}')
     tokens = np.asarray(lengths, dtype=np.float64)
     keys = tokens if window is None else np.minimum(tokens, window)
+    # With a window w query i sees min(i, w) keys: w (2 s - w + 1) / 2 pairs of s tokens.
     pairs = tokens * keys if attention == "full" else keys * (2 * tokens - keys + 1) / 2
     linear = 6.0 * linear_parameters * float(tokens.sum())
     return linear + 12.0 * layers * heads * head_dim * float(pairs.sum())

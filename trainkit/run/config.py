@@ -106,14 +106,27 @@ def option(
     return attrs.field(default=default, validator=validator, metadata={"on_resume": on_resume})
 
 
+def _make_options_check(options: OptimizerOptions) -> Callable[..., object]:
+    from trainkit.optim.table import check_options  # noqa: PLC0415 -- it needs torch
+
+    return functools.partial(
+        check_options,
+        optimizer=options.optimizer,
+        lr=options.lr,
+        weight_decay=options.weight_decay,
+        options=options.options,
+        groups=options.groups,
+        mean=options.mean,
+        offload=options.offload_optimizer,
+    )
+
+
 def _check_optimizer(options: OptimizerOptions, _: object, __: object) -> None:
     """Raise if no optimizer can be made of the options; without any, torch is not loaded."""
     fields = attrs.fields(OptimizerOptions)
     names = {"optimizer", "optimizer_options", "optimizer_groups", "mean"}
     if any(getattr(options, x.name) != x.default for x in fields if x.name in names):
-        from trainkit.optim.table import check_options  # noqa: PLC0415 -- it needs torch
-
-        check_options(**_optimizer_arguments(options))
+        _make_options_check(options)()
         if any(text.startswith("moments=") for text in options.optimizer_options):
             raise ConfigError("optimizer_options: the dtype of moments is a flag, --moments")
 
@@ -122,9 +135,7 @@ def _check_storage(config: RunConfig, _: object, precision: Precision) -> None:
     """Raise if the optimizer cannot store parameters and moments in this precision."""
     options: OptimizerOptions | None = getattr(config, "optim", None)
     if options and (precision.storage, precision.moments) != ("fp32", "fp32"):
-        from trainkit.optim.table import check_options  # noqa: PLC0415 -- it needs torch
-
-        check_options(**_optimizer_arguments(options), precision=precision)
+        _make_options_check(options)(precision=precision)
 
 
 _not_negative = attrs.validators.optional(non_negative)
@@ -185,18 +196,6 @@ class OptimizerOptions:
         from trainkit.optim import parse_groups  # noqa: PLC0415 -- it needs torch
 
         return parse_groups(self.optimizer_groups, optimizer=self.optimizer)
-
-
-def _optimizer_arguments(options: OptimizerOptions) -> dict[str, Any]:
-    return {
-        "optimizer": options.optimizer,
-        "lr": options.lr,
-        "weight_decay": options.weight_decay,
-        "options": options.options,
-        "groups": options.groups,
-        "mean": options.mean,
-        "offload": options.offload_optimizer,
-    }
 
 
 @attrs.frozen(kw_only=True)

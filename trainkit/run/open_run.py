@@ -318,6 +318,7 @@ class Run:
         of_start: dict[str, Any] = {_SOFTWARE: self.software}
         if first is not None:
             of_start |= hash_initial_weights(first, stages, self.ps)
+        # A function if the caller's facts are one: they may depend on the batches read so far.
         self.facts = (
             (lambda batches: {**gathered(batches), **of_start})
             if callable(gathered)
@@ -702,7 +703,7 @@ class Loop:
         guard = guard or self._guard
         steps = self._pending
         self._pending = []
-        self._current = None  # a roll-back writes parameters
+        self._current = None  # a roll-back writes parameters: until it is over, nothing is whole
         newest_health = steps[0][0].health if steps else state.health
         records = make_step_records([metrics for _, metrics in steps], begin=self._step_start)
         if steps:
@@ -722,6 +723,8 @@ class Loop:
                 )
             record.update(self._memory)
             self._write_metrics(at_step.step, record)
+            # Counts of bad steps come from the steps checked before this one; the loss scale, which
+            # moves on the device in every step, from the step itself.
             checked = guard(
                 attrs.evolve(at_step, health=health.copy_loss_scale(at_step.health, newest_health)),
                 record,
@@ -759,6 +762,7 @@ class Loop:
         return UnsavedState(state, say_on_stderr, self._get_score(state.step), after_peer_error)
 
     def _is_saved(self, step: int) -> bool:
+        # A save that was started may have failed: the disk has the last word.
         newest = checkpoint.list_checkpoints(self._run.dir / "checkpoints")[:1]
         was_started = step == self._last_saved and [parse_step(path) for path in newest] == [step]
         return step == self._first_step or was_started

@@ -84,7 +84,7 @@ def open_jsonl(path: str | Path, *, step: int = 0, log: Log | None = None) -> It
 
         def go_back(step: int) -> None:
             nonlocal append
-            stack.close()
+            stack.close()  # the file may be replaced by another
             try:
                 rewind_jsonl(path, step)
                 append = stack.enter_context(_open_appender(path, log))
@@ -95,6 +95,8 @@ def open_jsonl(path: str | Path, *, step: int = 0, log: Log | None = None) -> It
 
         def write(step: int, values: Mapping[str, Any]) -> None:
             nonlocal last_step, last_values
+            # A step that comes again replaces its line and all later ones, after a roll-back; one
+            # that only has new names, such as an evaluation's, is joined with its line.
             if step == last_step and is_more(last_values, values):
                 last_values = {**last_values, **values}
             else:
