@@ -160,7 +160,7 @@ def open_run(
             layout or Layout(),
             timeout=timedelta(seconds=max(timeouts.start_timeout, 10 * timeouts.step_timeout)),
             start_timeout=timedelta(seconds=timeouts.start_timeout),
-            asked=stop_reason,
+            stop_reason=stop_reason,
         ) as ps,
     ):
         run_on_all_ranks(lambda: str(make_run_dir(folder)), ps.world)
