@@ -187,12 +187,15 @@ def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, Any]:
         >>> to_host({"loss": torch.tensor(2.5), "load": torch.tensor([[7, 1]]), "lr": 0.1})
         {'loss': 2.5, 'load': [[7, 1]], 'lr': 0.1}
     """
-    tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
+    tensors = {name: x.detach() for name, x in metrics.items() if isinstance(x, Tensor)}
     numbers: dict[str, Any] = {}
     # One flat buffer of 64 bits for each device: a transfer of each tensor would wait each time.
     for device in {value.device for value in tensors.values()}:
         on_device = {name: value for name, value in tensors.items() if value.device == device}
-        flat = [_to_bits(value.detach()).flatten() for value in on_device.values()]
+        flat = [
+            (x.double().view(torch.int64) if x.is_floating_point() else x.long()).flatten()
+            for x in on_device.values()
+        ]
         bits = torch.cat(flat).cpu().numpy()
         ends = np.cumsum([value.numel() for value in on_device.values()])[:-1]
         for (name, value), chunk in zip(on_device.items(), np.split(bits, ends), strict=True):
@@ -202,11 +205,6 @@ def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, Any]:
         name: numbers[name] if isinstance(value, Tensor) else value
         for name, value in metrics.items()
     }
-
-
-def _to_bits(value: Tensor) -> Tensor:
-    """Convert to int64, floating point as the bits of fp64."""
-    return value.double().view(torch.int64) if value.is_floating_point() else value.long()
 
 
 def advance(

@@ -149,7 +149,11 @@ def rex(
         >>> [round(rex(1.0, warmup=0, total=4)(step), 3) for step in range(5)]
         [1.0, 0.857, 0.667, 0.4, 0.0]
     """
-    return _make_decay("rex", _reflected, lr, warmup, total, final, warmup_from)
+
+    def shape(over: float) -> float:
+        return (1 - over) / (0.5 + (1 - over) / 2)
+
+    return _make_decay("rex", shape, lr, warmup, total, final, warmup_from)
 
 
 def power(
@@ -416,10 +420,6 @@ def _straight(over: float) -> float:
 
 def _half_cosine(over: float) -> float:
     return (1 + math.cos(math.pi * over)) / 2
-
-
-def _reflected(over: float) -> float:
-    return (1 - over) / (0.5 + (1 - over) / 2)
 
 
 def _interpolate_linear(start: float, end: float, fraction: float) -> float:

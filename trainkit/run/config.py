@@ -326,21 +326,6 @@ def _list_fields(config_type: type[Any]) -> Mapping[str, _Field]:
     return fields
 
 
-def _make_record(config_type: type[T], values: Mapping[str, Any], absent: Any) -> T:
-    """Return a configuration of values by name; a field without value and default is `absent`."""
-    types = get_type_hints(config_type)
-    arguments: dict[str, Any] = {}
-    for a in attrs.fields(config_type):
-        if a.init and attrs.has(types[a.name]):
-            inside = {name: x for name, x in values.items() if name in _list_fields(types[a.name])}
-            arguments[a.name] = attrs.evolve(a.default, **inside)
-        elif a.init and a.name in values:
-            arguments[a.name] = values[a.name]
-        elif a.init and a.default is attrs.NOTHING:
-            arguments[a.name] = absent
-    return config_type(**arguments)
-
-
 def make_resume_rules(config: Any, *, allow: Sequence[str] = ()) -> ResumeRules:
     """Return the rules for fields that have another value when a run is resumed; see `option`.
 
@@ -577,8 +562,19 @@ def _read_file(config_type: type[T], path: str | Path, absent: Any) -> T:
         raise ConfigError(f"{path}: {reason}", where=str(path)) from error
     types = {name: x.type for name, x in _list_fields(config_type).items() if name != "config"}
     values, problems = _convert_values(table, types)
+    hints = get_type_hints(config_type)
+    arguments: dict[str, Any] = {}
     with attrs.validators.disabled():
-        config = _make_record(config_type, values, absent)
+        for a in attrs.fields(config_type):
+            if a.init and attrs.has(hints[a.name]):  # a record inside, whose fields are flags too
+                names = values.keys() & _list_fields(hints[a.name])
+                inner = {name: values[name] for name in names}
+                arguments[a.name] = attrs.evolve(a.default, **inner)
+            elif a.init and a.name in values:
+                arguments[a.name] = values[a.name]
+            elif a.init and a.default is attrs.NOTHING:
+                arguments[a.name] = absent
+        config = config_type(**arguments)
     problems += _find_broken_rules(config, set(values))
     _raise_all([f"{path}: {problem}" for problem in problems[:1]] + problems[1:], str(path))
     return config

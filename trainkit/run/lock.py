@@ -110,7 +110,16 @@ def lock_run(
 def _wait_for_token(path: Path, token: str, rank: int, patience: float) -> None:
     """Wait until the file has the token of rank 0; another host may see it late."""
     deadline = time.monotonic() + patience
-    while not (text := _read_text(path)) or token not in text:
+    while True:
+        text = ""
+        try:
+            with path.open(encoding="utf-8", errors="replace") as file:
+                text = file.read(4096)
+        except OSError as error:
+            if error.errno in {errno.EMFILE, errno.ENFILE}:  # says nothing about this file
+                raise
+        if token in text:
+            return
         if time.monotonic() >= deadline:
             raise ConfigError(
                 f"lock_run: rank {rank} on {socket.gethostname()} does not see the run directory "
@@ -120,16 +129,6 @@ def _wait_for_token(path: Path, token: str, rank: int, patience: float) -> None:
                 hint="give all ranks the same --out, on a shared disk",
             )
         time.sleep(0.1)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            return file.read(4096)
-    except OSError as error:
-        if error.errno in {errno.EMFILE, errno.ENFILE}:  # says nothing about this file
-            raise
-        return ""
 
 
 @contextlib.contextmanager

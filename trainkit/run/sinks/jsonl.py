@@ -134,7 +134,12 @@ def open_events(path: str | Path, *, log: Log | None = None) -> Iterator[Callabl
     """
     path = Path(path)
     with convert_disk_errors(path, by="events"):
-        _drop_torn_line(path)
+        # A kill may have torn the last line; a disk that lost its cache may have zeroed several.
+        if path.is_file():
+            lines = path.read_bytes().splitlines(keepends=True)
+            while lines and not (lines[-1].endswith(b"\n") and _parse_line(lines[-1])):
+                lines.pop()
+            _truncate(path, sum(map(len, lines)))
     with _open_appender(path, log) as append:
 
         def event(name: str, **facts: Any) -> None:
@@ -479,15 +484,6 @@ def _truncate(path: Path, size: int) -> None:
         with path.open("r+b") as file:
             file.truncate(size)
             os.fsync(file.fileno())
-
-
-def _drop_torn_line(path: Path) -> None:
-    """Truncate a file after its last complete line."""
-    if path.is_file():
-        lines = path.read_bytes().splitlines(keepends=True)
-        while lines and not (lines[-1].endswith(b"\n") and _parse_line(lines[-1])):
-            lines.pop()
-        _truncate(path, sum(map(len, lines)))
 
 
 def _read_step(line: bytes) -> int | None:
