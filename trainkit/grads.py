@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -588,6 +588,23 @@ def _can_skip_on_device(optimizer: Any) -> bool:
 # ------------------------------------------------------------------------------------- in backward
 
 
+class StepInBackward(Protocol):
+    """A context manager that steps parameters within the backward passes of its block.
+
+    It yields a function that returns the `Update` after the block; see `make_step_in_backward`.
+    """
+
+    def __call__(
+        self,
+        *,
+        lr: float | None,
+        max_norm: float | None = None,
+        norm: Tensor | float | None = None,
+        microbatches: int = 1,
+        scale: Tensor | float | None = None,
+    ) -> AbstractContextManager[Callable[[], Update]]: ...
+
+
 def make_step_in_backward(
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
@@ -596,7 +613,7 @@ def make_step_in_backward(
     sp: Axis,
     log: Log,
     reduce: Reduce = "last",
-) -> Callable[..., AbstractContextManager[Callable[[], Update]]]:
+) -> StepInBackward:
     """Return a context manager that steps parameters, and frees gradients, within backward passes.
 
     With one microbatch there are only a few gradients at a time: those of one parameter, or of one
@@ -630,9 +647,8 @@ def make_step_in_backward(
         reduce: The same as for `forward_backward`.
 
     Returns:
-        `step_in_backward(*, lr, max_norm=None, norm=None, microbatches=1, scale=None)`, a context
-        manager that yields a function which returns the `Update` after the block. `norm` is a 0-d
-        tensor or a number; if it is not finite, nothing is stepped. `scale` is that of
+        `step_in_backward(*, lr, max_norm=None, norm=None, microbatches=1, scale=None)`. `norm` is
+        a 0-d tensor or a number; if it is not finite, nothing is stepped. `scale` is that of
         `clip_and_step`. A block that fails leaves some parameters stepped, and their gradients
         freed: resume from a checkpoint.
 

@@ -50,7 +50,7 @@ from trainkit.run.plots.load import plot_expert_load
 from trainkit.run.plots.loss import plot_loss
 from trainkit.run.reproducible import set_numerics
 from trainkit.run.signals import StopReason, open_stop_vote, trap_signals
-from trainkit.run.sinks.jsonl import compare_evaluations, fsync_jsonl, read_jsonl
+from trainkit.run.sinks.jsonl import WriteEvent, compare_evaluations, fsync_jsonl, read_jsonl
 from trainkit.run.sinks.named import LoggingOptions, named_sinks
 from trainkit.run.sinks.open_run_sinks import open_run_sinks, summarize_run
 from trainkit.run.startup import check_ranks_agree, make_code_facts
@@ -94,7 +94,6 @@ _SOFTWARE = "software"  # a fact that may change, as people edit their recipes; 
 _NAMES_ONLY = ("files", "context", "base_from")
 _LOG_EVERY = 10  # steps between two reads of the metrics, where the host waits for a device
 
-
 Evaluate = Callable[[], Mapping[str, float]]
 """`Evaluate() -> {name: value}`: one evaluation, with a `loss` and the number of its `tokens`,
 `pairs` or `answers`. A `score`, lower is better, ranks checkpoints in place of the loss.
@@ -112,17 +111,23 @@ def open_run(
 ) -> Iterator[Run]:
     """Open the process groups, with signals trapped, the directory locked and the ranks watched.
 
-    From the outside in, and why there: `report_errors` reports every error and gives it its exit
-    code; `trap_signals` receives a signal while ranks still wait for each other; `parallel_session`
-    connects them; `make_run_dir` tries the directory on all ranks, and all end if one of them
-    cannot write there (alone it would leave the others waiting); `lock_run` raises if another job
-    trains in the directory, or if not all ranks share it; `report_errors` again, since tracebacks
-    now have a directory; `watch_ranks` ends all ranks when one is lost or hangs; `open_stop_vote`
-    lets all stop after the same step; `check_ranks_agree` compares what the ranks were started
-    with. A script that needs fewer of them opens those, down to `parallel_session` alone.
+    From the outside in:
+
+    - `report_errors` reports every error and gives it its exit code.
+    - `trap_signals` receives a signal while ranks still wait for each other.
+    - `parallel_session` connects the ranks.
+    - `make_run_dir` tries the directory on all ranks: one that alone cannot write there would leave
+      the others waiting.
+    - `lock_run` raises if another job trains in the directory, or if not all ranks share it.
+    - `report_errors` again, since tracebacks now have a directory.
+    - `watch_ranks` ends all ranks when one is lost or hangs.
+    - `open_stop_vote` lets all ranks stop after the same step.
+    - `check_ranks_agree` compares the configuration and the code of the ranks.
+
+    A script that needs fewer of them opens those, down to `parallel_session` alone.
 
     Args:
-        run_dir: The run directory, made if it does not exist.
+        run_dir: The run directory, created if it does not exist.
         layout: The degrees and how work is done; by default all processes shard parameters.
         timeouts: How long ranks may wait. Collectives may wait longer: the watch ends a step in
             time, and knows which rank hangs.
@@ -465,7 +470,7 @@ class Loop:
     _first_step: int
     # Set by `open`.
     _write_metrics: Sink = attrs.field(init=False)
-    _write_event: Callable[..., None] = attrs.field(init=False)
+    _write_event: WriteEvent = attrs.field(init=False)
     _save: Save = attrs.field(init=False)
     _guard: Guard = attrs.field(init=False)
     _collect: Collect = attrs.field(init=False)

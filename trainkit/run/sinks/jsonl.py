@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import numpy as np
@@ -109,8 +109,14 @@ def open_jsonl(path: str | Path, *, step: int = 0, log: Log | None = None) -> It
         yield write
 
 
+class WriteEvent(Protocol):
+    """Add a line with a name, the time and these facts to events.jsonl."""
+
+    def __call__(self, name: str, **facts: Any) -> None: ...
+
+
 @contextlib.contextmanager
-def open_events(path: str | Path, *, log: Log | None = None) -> Iterator[Callable[..., None]]:
+def open_events(path: str | Path, *, log: Log | None = None) -> Iterator[WriteEvent]:
     """Yield `event(name, **facts)`, which appends `{"time": ..., "event": name, ...}`.
 
     For everything that is not a step: evaluations, saves, restarts. `time` is in seconds since
