@@ -314,7 +314,6 @@ def clip_grads_(
     axis: Axis = SOLO,
     norm_type: float = 2.0,
     groups: Iterable[Mapping[str, Any]] = (),
-    scale: Tensor | float | None = None,
 ) -> Tensor:
     """Clip the norm of the whole model's gradient: torch's `clip_grad_norm_` for any layout.
 
@@ -329,8 +328,6 @@ def clip_grads_(
         groups: Parameter groups, as in `optimizer.param_groups`, the same on all ranks and stages.
             A group with a "max_norm" (`math.inf` never clips) is measured and clipped separately,
             all other parameters together, by `max_norm`.
-        scale: The loss scale of the gradients (`batch.scaled`); gradients and norm are divided by
-            it, before the norm is compared with `max_norm`.
 
     Returns:
         The norm of the whole before clipping, a 0-d tensor, equal on all ranks.
@@ -352,7 +349,7 @@ def clip_grads_(
     """
     params, axis = _list_params("clip_grads_", params, axis)
     return _clip_grads_(
-        params, max_norm=max_norm, axis=axis, norm_type=norm_type, groups=groups, scale=scale
+        params, max_norm=max_norm, axis=axis, norm_type=norm_type, groups=groups, scale=None
     )[0]
 
 
@@ -459,7 +456,8 @@ def clip_and_step(
             skips the step, all do. That is needed only for ranks that compute equal numbers without
             a collective, in case one of them makes an error.
         norm_type: The type of the norm; see `grad_norm`.
-        scale: The loss scale of the gradients; see `clip_grads_` and `health.get_loss_scale`.
+        scale: The loss scale of the gradients (`health.get_loss_scale`); gradients and norm are
+            divided by it, before the norm is compared with `max_norm`.
 
     Returns:
         The norm before clipping, and whether the step was taken, which is equal on all ranks of
