@@ -766,8 +766,8 @@ MISTAKES = [
         (
             "layers.py",
             "an offset norm has no offset",
-            "        scale = 1 + self.weight.to(wide)",
-            "        scale = self.weight.to(wide)",
+            "        scale = 1 + self.weight.to(dtype)",
+            "        scale = self.weight.to(dtype)",
             "tests/weights/hub/test_families.py tests/models/test_decoder.py",
         ),
         (
