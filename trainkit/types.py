@@ -88,6 +88,7 @@ def format_error(error: BaseException, *, most: int = 8000, hint: bool = True) -
         'xxx ... (1000000 characters)'
     """
     try:
+        # str() of a foreign exception may itself raise.
         text = str(error) if hint or not isinstance(error, TrainkitError) else str(error.what)
     except Exception as again:  # noqa: BLE001 (a class of a user)
         return f"(its text cannot be shown: __str__ raised {type(again).__name__})"
@@ -151,9 +152,10 @@ def needs_extra(extra: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        command = f'pip install "trainkit-lm[{extra}]"'
         raise ConfigError(
-            f"{error.name} is missing: {command}", where=error.name, hint=command
+            f"{error.name} is missing",
+            where=error.name,
+            hint=f'pip install "trainkit-lm[{extra}]"',
         ) from error
 
 
@@ -398,6 +400,7 @@ class Layout:
     @property
     def expert_axes(self) -> dict[str, int]:
         """The axes that experts make of fsdp, and their ranks: neighbours are on the last one."""
+        # The last axis varies fastest over ranks.
         sizes = {"expert_fsdp": max(1, self.count("fsdp") // self.ep), "ep": self.ep}
         return sizes if self.ep_adjacent else dict(reversed(sizes.items()))
 
@@ -422,6 +425,7 @@ class Layout:
             >>> Layout(dp_replicate=2).over(8).dp_shard
             4
         """
+        # self.world counts a dp_shard of -1 as 1, so that the quotient is what is left for it.
         remaining = max(world // self.world, 1) if self.dp_shard == -1 else self.dp_shard
         filled = attrs.evolve(self, dp_shard=remaining)
         if filled.world != world:
@@ -938,6 +942,8 @@ class Batch(Mapping[str, Any]):
         _set_fields(self, input_ids=input_ids, labels=labels, position_ids=position_ids)
         _set_fields(self, document_ids=document_ids, token_index=token_index, spans=spans)
         _set_fields(self, extra={} if extra is None else extra)
+        # Here and not where a batch is sharded: the error then names the code that made the
+        # batch.
         self._check_extra()
 
     def _check_extra(self) -> None:

@@ -228,13 +228,13 @@ def test_experts_in_bf16_make_the_host_wait_nowhere_and_are_multiplied_at_once(b
 # --------------------------------------------------------------------------------- single functions
 
 
-CERTIFIED = {"alone": {}, "sharded": {"dp_shard": 2}, "tensor parallel": {"tp": 2}}
+CERTIFIED = {"alone": ALONE, "sharded": SHARDED, "tensor parallel": tk.Layout(tp=2)}
 
 
 @pytest.mark.parametrize("tier", ["fp32", "bf16"])
-@pytest.mark.parametrize("degrees", CERTIFIED.values(), ids=CERTIFIED)
-def test_the_certificate_of_a_device_trains_on_it(tier, degrees):
-    case = LayoutCase(tk.Layout(**degrees))
+@pytest.mark.parametrize("layout", CERTIFIED.values(), ids=CERTIFIED)
+def test_the_certificate_of_a_device_trains_on_it(tier, layout):
+    case = LayoutCase(layout)
     ((training, _),) = builtin.builtin_subjects(
         tier, pick=lambda rows: [row for row in rows if row[0] == "decoder"][:1], steps=2
     )
@@ -245,7 +245,7 @@ def test_the_certificate_of_a_device_trains_on_it(tier, degrees):
         return train.Held(np.zeros(1), (0,))
 
     with (
-        session(0, degrees) as ps,
+        session(0, layout) as ps,
         mock.patch.object(train, "parallel_session", return_value=contextlib.nullcontext(ps)),
         mock.patch.object(train, "_get_shard", get_shard),
         mock.patch.object(
@@ -258,7 +258,7 @@ def test_the_certificate_of_a_device_trains_on_it(tier, degrees):
     assert {*found} == {"cuda"}
     assert len(outcome.norms) == 2
     sent = {(device, dtype) for _, (device, dtype), _ in ledger.collectives}
-    assert bool(sent) == bool(degrees)
+    assert bool(sent) == (layout != ALONE)
     assert {device for device, _ in sent} <= {"cuda"}
     assert {dtype for _, dtype in sent} <= NCCL
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tracemalloc
 from functools import partial
+from unittest import mock
 
 import attrs
 import numpy as np
@@ -26,7 +27,7 @@ from trainkit.packing import (
 from trainkit.packing.fits import read_only, with_version
 from trainkit.packing.pieces import survey, write_pieces
 from trainkit.sampling import assign_rows, buffer_sorted_order, permute, shuffle_blocks
-from trainkit.tools.pictures.packing import _THIN, _figure, plot_packing
+from trainkit.tools.pictures.packing import _THIN, plot_packing
 from trainkit.types import Share
 
 FITS = [best_fit, first_fit, next_fit, make_balanced_fit(1), make_balanced_fit(4)]
@@ -644,10 +645,17 @@ def bars_of(axes):
     return bars
 
 
+def figure_of(bins, lengths=None):
+    """Return the figure that `plot_packing` saves."""
+    with mock.patch("trainkit.tools.pictures.packing.save_picture") as save:
+        plot_packing(bins, "packing.png", lengths=lengths)
+    return save.call_args.args[1]
+
+
 def test_the_picture_shows_every_piece_and_all_padding():
     lengths = [5, 0, 3, 11, 7]
     bins = pack_bins(lengths, 8, multiple_of=2)
-    figure = _figure(bins, np.array(lengths))
+    figure = figure_of(bins, np.array(lengths))
     top, bottom = figure.axes
     assert figure.get_suptitle() == "efficiency 81.25%: 4 rows of 8 tokens"
     assert top.get_title(loc="left") == (
@@ -668,12 +676,12 @@ def begins_of(bins, row):
 
 def test_a_full_picture_is_never_claimed_of_rows_with_padding():
     bins = pack_bins([4096] * 999 + [4095], 4096)
-    assert _figure(bins, None).get_suptitle().startswith("efficiency 99.99%: 1,000 rows")
+    assert figure_of(bins).get_suptitle().startswith("efficiency 99.99%: 1,000 rows")
 
 
 def test_the_histogram_counts_every_document():
     lengths = np.random.default_rng(0).integers(0, 500, 1000)
-    axes = _figure(pack_bins(lengths, 64), lengths).axes[0]
+    axes = figure_of(pack_bins(lengths, 64), lengths).axes[0]
     for bar in axes.patches:
         begin, end = bar.get_x(), bar.get_x() + bar.get_width()
         assert bar.get_height() == ((lengths > begin) & (lengths < end)).sum()
@@ -681,14 +689,14 @@ def test_the_histogram_counts_every_document():
 
 
 def test_two_documents_have_bars_of_the_same_height():
-    axes = _figure(pack_bins([3, 900], 1024), None).axes[0]
+    axes = figure_of(pack_bins([3, 900], 1024)).axes[0]
     assert sorted(bar.get_height() for bar in axes.patches)[-3:] == [0, 1, 1]
 
 
 def test_thin_neighbours_are_drawn_as_one_pale_piece():
     lengths = [300, *[2] * 100, 400, 2]
     bins = pack_bins(lengths, 4096, fit=next_fit, multiple_of=4)
-    bottom = _figure(bins, None).axes[1]
+    bottom = figure_of(bins).axes[1]
     assert bars_of(bottom)[0] == [(0, 4096), (0, 300), (300, 200), (700, 400), (1100, 2)]
     colours = [tuple(colour) for colour in bottom.collections[1].get_facecolor()]
     assert colours.count(to_rgba(_THIN)) == 1
@@ -696,12 +704,12 @@ def test_thin_neighbours_are_drawn_as_one_pale_piece():
 
 
 def test_a_picture_is_as_high_as_its_rows_need():
-    heights = [_figure(pack_bins([8] * n, 8), None).get_figheight() for n in (1, 5, 24, 30)]
+    heights = [figure_of(pack_bins([8] * n, 8)).get_figheight() for n in (1, 5, 24, 30)]
     assert np.allclose(np.diff(heights), [4 * 0.165, 19 * 0.165, 0])
 
 
 def test_a_picture_of_no_rows_says_so():
-    figure = _figure(pack_bins([11], 8, overlong="drop"), None)
+    figure = figure_of(pack_bins([11], 8, overlong="drop"))
     assert figure.get_suptitle() == "no rows"
     assert figure.axes[0].get_title(loc="left").endswith("no pieces")
     assert not figure.axes[1].get_visible()

@@ -48,6 +48,7 @@ def split_batch(batch: Batch, rows: int) -> list[Batch]:
     microbatches = []
     for i, (first, end) in enumerate(pairwise(cuts)):
         lengths = batch.spans.lengths[first:end]
+        # The `cu_seqlens` of a microbatch count from its own first token.
         bounds = batch.spans.cu_seqlens[first : end + 1] - i * rows * length
         microbatches.append(
             Batch(
@@ -167,6 +168,7 @@ def batch_from_rows(
                 f"batch_from_rows: {name} must be {dtype} {list(input_ids.shape)} of two "
                 f"dimensions, got {x.dtype} {list(x.shape)}"
             )
+    # Where padding begins or ends, so does a span, whatever `starts` or positions say.
     is_start = torch.ones_like(padding)
     is_start[:, 1:] = padding[:, 1:] != padding[:, :-1]
     if starts is not None:
@@ -175,6 +177,7 @@ def batch_from_rows(
         is_start[:, 1:] |= (position_ids[:, 1:] != position_ids[:, :-1] + 1) & ~padding[:, 1:]
     documents = torch.where(padding, -1, (is_start & ~padding).cumsum(1) - 1)
     if position_ids is None:
+        # The distance to the last start: cummax carries its column to the right.
         columns = torch.arange(input_ids.shape[1]).expand_as(input_ids)
         position_ids = columns - torch.where(is_start, columns, 0).cummax(1).values
     return Batch(
@@ -246,6 +249,7 @@ def make_spans(document_ids: Tensor, *, multiple_of: int = 1) -> Spans:
             "spans: document_ids must be [B, S] on the host, got "
             f"{tuple(document_ids.shape)} on {document_ids.device}"
         )
+    # Alignment padding takes the id of its piece, so that both are one run.
     pieces = torch.where(document_ids < -1, -2 - document_ids, document_ids)
     return spans_of_runs(pieces.numpy(), multiple_of=multiple_of)
 
@@ -333,6 +337,7 @@ def count_documents(microbatches: Sequence[Mapping[str, Any]], *, halves: bool =
 
     def count(batch: Mapping[str, Any]) -> Tensor:
         ids = batch["document_ids"]
+        # Of a pair only the first document counts, which is in an even place.
         is_first = (batch["position_ids"] == 0) & (ids >= 0)
         return (is_first & (ids % 2 == 0) if halves else is_first).sum()
 
@@ -432,6 +437,7 @@ def _hash_column(name: str, values: Tensor, token_index: Tensor) -> Tensor:
     bits = values.view(_BITS[values.dtype.itemsize]) if values.is_floating_point() else values
     bits = bits.reshape(*token_index.shape, -1)
     width = bits.shape[2]
+    # The index of a number among all numbers of the column in the global step.
     index = token_index.unsqueeze(2) * width + torch.arange(width, device=bits.device)
     index = index * to_int64(GOLDEN) + to_int64(make_key("column", name, width))
     return mix_bits_tensor(mix_bits_tensor(index) + bits.long()).sum(2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -40,7 +40,6 @@ def collate_bins(
     *,
     pad_id: int = 0,
     row_positions: ArrayLike | None = None,
-    out: np.ndarray[Any, Any] | None = None,
 ) -> Batch:
     """Collate rows of `bins` into one batch on the host, with labels shifted inside each piece.
 
@@ -66,16 +65,13 @@ def collate_bins(
         row_positions: The position of each row in the global step, `[B]`, from which `token_index`
             follows; by default the rows are the whole step. Index -1 with position -1 is a padding
             row, with -1 for `token_index`.
-        out: int64 `[5, B, capacity]`, C-contiguous, the memory for the batch's tensors; new memory
-            by default. The system has to clear the pages of new memory first, which can take longer
-            than everything else. Columns always get new memory.
 
     Returns:
         A `Batch` of `[B, capacity]`.
 
     Raises:
-        ValueError: An index is not a row of `bins`, `bins` does not fit the corpus, the batch is
-            too large for int32 `cu_seqlens`, or `out` is not as above.
+        ValueError: An index is not a row of `bins`, `bins` does not fit the corpus, or the batch
+            is too large for int32 `cu_seqlens`.
         DataError: A token is negative or outside the vocabulary of the corpus, or an array of the
             corpus has a wrong dtype or shape. The message names the file, the document and the
             offset.
@@ -102,24 +98,13 @@ def collate_bins(
             "cu_seqlens; make smaller microbatches"
         )
     positions = _make_positions(row_positions, rows, len(bins))
-    shape = (5, rows.size, bins.capacity)
-    if out is None:
-        # One array, not five: from 4 MiB on numpy asks for huge pages, which torch does not.
-        # Allocating and filling such memory for 64 rows of 8,192, again and again: 660 million
-        # tokens a second, against 410 with five torch.empty.
-        out = np.empty(shape, np.int64)
-    elif (
-        out.shape != shape
-        or out.dtype != np.int64
-        or not out.flags.c_contiguous
-        or not out.flags.writeable
-    ):
-        raise ValueError(
-            f"collate_bins: out must be int64 {shape}, C-contiguous and writeable, "
-            f"got {out.dtype} {out.shape}"
-        )
+    shape = (rows.size, bins.capacity)
+    # One array, not five: from 4 MiB on numpy asks for huge pages, which torch does not. Allocating
+    # and filling such memory for 64 rows of 8,192, again and again: 660 million tokens a second,
+    # against 410 with five torch.empty.
+    out = np.empty((5, *shape), np.int64)
     table, spans = _write_rows(out, corpus, bins, rows, positions, pad_id=pad_id)
-    columns = _clear_columns(corpus, table, shape[1:])
+    columns = _clear_columns(corpus, table, shape)
     for part, part_table in _split_by_part(corpus, table):
         _copy_tokens(out, part, part_table)
         for name, (column, values) in columns.items():
@@ -161,6 +146,8 @@ def _write_rows(
 ) -> tuple[SpanTable, Spans]:
     """Write the fields that do not depend on tokens; return the table of spans and the `Spans`."""
     is_flat = getattr(corpus, "parts", None) is None
+    # A compiled loop checks everything that could lead outside of an array, and gives the first
+    # wrong row; only then its error is worked out.
     table, wrong = lay_out(
         rows,
         _view_read_only(bins.offsets),
@@ -201,7 +188,25 @@ def _copy_tokens(fields: np.ndarray[Any, Any], corpus: Corpus, table: SpanTable)
     tokens, limit = _view_unsigned(corpus)
     ids, labels = fields[:2].reshape(2, -1)
     if copy_spans(ids, labels, tokens, table) >= limit:
-        _raise_for_token(corpus, table)
+        # The loop finds only the largest token, as keeping the place of one would slow it.
+        sizes, documents, sources = table[[SIZE, DOCUMENT, SOURCE]].tolist()
+        span, offset = next(
+            (span, int(wrong.argmax()))
+            for span, (size, source) in enumerate(zip(sizes, sources, strict=True))
+            if (wrong := tokens[source : source + size] >= limit).any()
+        )
+        document = documents[span]
+        index = sources[span] + offset
+        token = int(corpus.tokens[index])
+        origin = _describe_source(corpus, document)
+        raise DataError(
+            f"collate_bins: {origin}, offset {index - corpus.offsets[document]}: token {token} is "
+            f"outside the vocabulary, [0, {limit}); write the corpus again with the tokenizer of "
+            "this vocabulary",
+            where=origin,
+            got=token,
+            want=limit,
+        )
     loss_mask = getattr(corpus, "loss_mask", None)
     if loss_mask is None:
         return
@@ -226,6 +231,8 @@ def _split_by_part(corpus: Any, table: SpanTable) -> Iterator[tuple[Corpus, Span
         part = corpus.parts[index]
         part_table = np.compress(part_of == index, table, axis=1)
         part_table[DOCUMENT] -= firsts[index]
+        # From offsets of the concatenated corpus to places in the part's own tokens, which may
+        # begin anywhere in a longer array.
         part_table[SOURCE] -= corpus.offsets[firsts[index]] - part.offsets[0]
         if (part_table[SOURCE] + part_table[SIZE]).max() > len(part.tokens):
             raise DataError(
@@ -244,6 +251,7 @@ def _clear_columns(
     columns = {}
     for name, column in declared.items():
         values = np.empty((*shape, *column.inner), _WIDER.get(column.dtype, column.dtype))
+        # Only the places that no part will write: most of the memory is touched once.
         clear_column(_view_bits(values), table, column.width, int(column.of == "label"))
         columns[name] = column, values
     return columns
@@ -295,33 +303,12 @@ def _view_unsigned(corpus: Corpus) -> tuple[np.ndarray[Any, Any], int]:
             f"in this machine's byte order, got {dtype} {tokens.shape}",
             got=str(dtype),
         )
+    # One more than the largest token of the dtype; for uint64 that of int64, as batches are
+    # int64.
     limit = 1 << (8 * dtype.itemsize - (dtype.kind == "i" or dtype.itemsize == 8))
     vocab_size = getattr(corpus, "vocab_size", None)
     limit = limit if vocab_size is None else min(limit, vocab_size)
     return _view_read_only(tokens.view(f"u{dtype.itemsize}")), limit
-
-
-def _raise_for_token(corpus: Corpus, table: SpanTable) -> NoReturn:
-    """Raise the error of the first token that is negative or outside the vocabulary."""
-    tokens, limit = _view_unsigned(corpus)
-    sizes, documents, sources = table[[SIZE, DOCUMENT, SOURCE]].tolist()
-    span, offset = next(
-        (span, int(wrong.argmax()))
-        for span, (size, source) in enumerate(zip(sizes, sources, strict=True))
-        if (wrong := tokens[source : source + size] >= limit).any()
-    )
-    document = documents[span]
-    index = sources[span] + offset
-    token = int(corpus.tokens[index])
-    source = _describe_source(corpus, document)
-    raise DataError(
-        f"collate_bins: {source}, offset {index - corpus.offsets[document]}: token {token} is "
-        f"outside the vocabulary, [0, {limit}); write the corpus again with the tokenizer of this "
-        "vocabulary",
-        where=source,
-        got=token,
-        want=limit,
-    )
 
 
 def _describe_source(corpus: Any, document: int | None = None) -> str:

@@ -29,6 +29,7 @@ def _replace_zero(denominator: Tensor) -> Tensor:
     # On a CPU looking at the value is cheaper than a kernel.
     if can_read_values(x) and not x.ndim and x.item() != 0:
         return x
+    # On a device without a host sync.
     return torch.where(x == 0, 1, x)
 
 
@@ -120,6 +121,7 @@ def divide_terms(total: Tensor | Mapping[str, Tensor], divisors: Denominator) ->
             "forward_backward: the first value that a loss returns is the sum over the valid "
             f"tokens, one number; got {_describe(total)}"
         )
+    # One divisor by name serves a loss with one sum, whatever its terms are called.
     (name,) = divisors if isinstance(divisors, Mapping) else ("",)
     return total / get_divisor(name, divisors)
 

@@ -60,6 +60,7 @@ def lay_out(  # noqa: PLR0917 (an array is a parameter)
                 return table, index
             source = corpus_offsets[document] + start
             padded = (length + multiple_of - 1) // multiple_of * multiple_of
+            # A corpus whose file was cut has fewer tokens than its offsets say.
             last = min(corpus_offsets[document + 1], num_tokens)
             if source < 0 or source + length > last or filled + padded > capacity:
                 return table, index
@@ -77,6 +78,7 @@ def lay_out(  # noqa: PLR0917 (an array is a parameter)
             table[NUMBER, span] = -1
             table[DOCUMENT, span] = -1
             span += 1
+    # Rows that are full have no span of padding, so the table may be shorter than planned.
     return table[:, :span].copy(), -1
 
 

@@ -104,6 +104,8 @@ def _needs_shift(sample: Mapping[str, Any], mode: str) -> bool:
     if len(input_ids) != len(labels):
         return False
     token, label = input_ids[:-1], labels[:-1]
+    # Where a token is followed by another one, a label equal to the token itself is not shifted
+    # yet; one equal to the next token is. The first such place decides.
     decides = ((label != IGNORED_LABEL) & (token != input_ids[1:])).nonzero()
     return len(decides) > 0 and bool(label[decides[0]] == token[decides[0]])
 
@@ -160,6 +162,7 @@ def pad_stack(
     check_range("pad_stack", at_least=1, multiple_of=multiple_of)
     width = -(-max(len(row) for row in rows) // multiple_of) * multiple_of
     gaps = [width - len(row) for row in rows]
+    # In the order of `functional.pad`: before, after.
     pads = [(gap, 0) if side == "left" else (0, gap) for gap in gaps]
     return torch.stack(
         [functional.pad(row, pad, value=value) for row, pad in zip(rows, pads, strict=True)]

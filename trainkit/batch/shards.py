@@ -55,6 +55,7 @@ def zigzag_shard(x: Tensor, share: Share, *, dim: int = 1, cu_seqlens: Any = Non
         return x
     if cu_seqlens is None:
         size = _get_chunk_size("zigzag_shard", length, 2 * share.count)
+        # Chunks r and 2N-1-r of 2N: an early, cheap one and a late, expensive one.
         starts = share.index * size, (2 * share.count - 1 - share.index) * size
         return torch.cat([x.narrow(dim, start, size) for start in starts], dim)
     shard = _copy_shard(x, share, dim, cu_seqlens)
@@ -93,6 +94,7 @@ def zigzag_unshard(x: Tensor, count: int, *, dim: int = 1, cu_seqlens: Any = Non
         return x
     if cu_seqlens is None:
         size = _get_chunk_size("zigzag_unshard", length, 2 * count)
+        # Rank r gave chunks 2r and 2r + 1 of x, which are chunks r and 2N-1-r of the sequence.
         chunks = [*range(0, 2 * count, 2), *range(2 * count - 1, 0, -2)]
         return torch.cat([x.narrow(dim, chunk * size, size) for chunk in chunks], dim)
     bounds = _check_bounds("zigzag_unshard", cu_seqlens, length)
@@ -159,7 +161,12 @@ def shard_batch(batch: Batch, share: Share, *, split: Split = zigzag_shard) -> B
         return batch
     rows, length = batch.input_ids.shape
     ends = np.cumsum(batch.spans.lengths)
-    last = _find_last_spans(ends, rows, length)
+    row_ends = np.arange(1, rows + 1) * length
+    last = np.searchsorted(ends, row_ends)  # the last span of each row
+    if ends[-1] != rows * length or not np.array_equal(ends[last], row_ends):
+        raise ValueError(
+            f"shard_batch: the spans do not end where the {rows} rows of {length} tokens end"
+        )
     if split is zigzag_shard:
         return _zigzag_batch(batch, share, ends)
     if split is contiguous_shard:
@@ -175,6 +182,7 @@ def shard_batch(batch: Batch, share: Share, *, split: Split = zigzag_shard) -> B
     span_of = np.repeat(np.arange(len(batch.spans.lengths)), batch.spans.lengths)
     span_of = np.take_along_axis(span_of.reshape(rows, length), columns.numpy(), axis=1)
     device = batch.input_ids.device
+    # From columns of each row to positions in the flattened batch.
     columns += torch.arange(0, rows * length, length).unsqueeze(1)
     index = columns.flatten().to(device, non_blocking=True)
 
@@ -251,6 +259,7 @@ def _contiguous_batch(batch: Batch, share: Share, ends: IntArray) -> Batch:
     length = batch.input_ids.shape[1]
     size = _get_chunk_size("contiguous_shard", length, share.count)
     starts = ends - batch.spans.lengths
+    # Where this rank's slice begins in the row of each span, which is the row of its last token.
     first = (np.maximum(ends - 1, starts) // length) * length + share.index * size
     lengths = np.minimum(ends, first + size) - np.maximum(starts, first)
     spans = spans_of_lengths(lengths[lengths > 0], device=batch.input_ids.device)
@@ -298,6 +307,7 @@ def spans_of_runs(
     if ids.size >= 1 << 31:
         raise ValueError(f"spans_of_runs: {ids.size} tokens are too many for int32 cu_seqlens")
     is_start = np.ones(ids.shape, bool)
+    # The first column is a start whatever stood at the end of the row before.
     is_start[:, 1:] = ids[:, 1:] != ids[:, :-1]
     starts = np.flatnonzero(is_start)
     lengths = np.diff(np.append(starts, ids.size))
@@ -366,6 +376,7 @@ def cut_padding(
         [100, 100]
     """
     size = -(-_PADDING_SPAN // multiple_of) * multiple_of
+    # Spans of `size`, and the last of each as long as what remains.
     num_spans = np.where(is_padding, -(-lengths // size), 1)
     split = np.repeat(np.where(is_padding, size, lengths), num_spans)
     split[np.cumsum(num_spans) - 1] = np.where(
@@ -376,19 +387,6 @@ def cut_padding(
 
 _PADDING_SPAN = 96
 """Tokens in a span of padding; it divides by 2N for rings of 2, 3, 4, 6, 8, 12, 16 and more."""
-
-
-def _find_last_spans(ends: IntArray, rows: int, length: int) -> IntArray:
-    """Return the index of the last span of each row, `[B]`; check that none crosses rows."""
-    if rows == 1 and ends[-1] == length:
-        return np.array([len(ends) - 1])
-    row_ends = np.arange(1, rows + 1) * length
-    last = np.searchsorted(ends, row_ends)
-    if ends[-1] != rows * length or not np.array_equal(ends[last], row_ends):
-        raise ValueError(
-            f"shard_batch: the spans do not end where the {rows} rows of {length} tokens end"
-        )
-    return last
 
 
 def _copy_shard(x: Tensor, share: Share, dim: int, bounds: Any) -> Tensor | None:
@@ -467,6 +465,8 @@ def _make_zigzag_index(function: str, bounds: IntArray, rank: int, count: int) -
             f"multiple_of={2 * count}"
         )
     chunks = np.array([rank, 2 * count - 1 - rank])
+    # The ranges [start, start + size) of all chunks, as one array: each index is the start of its
+    # range less the lengths of the ranges before it, plus a running number.
     starts = (bounds[:-1, None] + sizes[:, None] * chunks).reshape(-1)
     sizes = np.repeat(sizes, 2)
     return np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(sizes.sum())

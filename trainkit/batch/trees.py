@@ -124,6 +124,7 @@ def _get_ends(size: int, count: int, even: bool, path: str) -> list[int]:
             f"shard_tree: {size} entries of {path} do not divide into {count} parts; even=False "
             "allows parts that differ by one"
         )
+    # The first `larger` parts have one more, as of `torch.tensor_split`.
     small, larger = divmod(size, count)
     return [small * part + min(part, larger) for part in range(1, count + 1)]
 
@@ -134,6 +135,7 @@ def _get_ends(size: int, count: int, even: bool, path: str) -> list[int]:
 def _concat(parts: list[Any], spec: Any, path: str) -> Any:
     first = parts[0]
     children = _get_child_specs("unshard_tree", first, spec, path)
+    # At every node, so that the message names the one that differs.
     structures = [_describe_structure(part) for part in parts]
     for i, structure in enumerate(structures):
         if structure != structures[0]:

@@ -128,6 +128,7 @@ def load_or_pack_bins(
 
     def make_plan() -> _Plan:
         bins = pack(lengths)
+        # Ranks compare this hash, and the file stores it.
         digest = hashlib.sha256()
         for array in _get_arrays(bins):
             digest.update(array.data)
@@ -158,6 +159,7 @@ def _make_key(lengths: ArrayLike, content: str, pack: partial[Bins], *, is_cache
         "documents": len(array),
         "lengths_sha256": hashlib.sha256(np.ascontiguousarray(array, "<i8").data).hexdigest(),
     }
+    # np.int64(32) and 32 are one key.
     return {name: int(x) if isinstance(x, np.integer) else x for name, x in fields.items()}
 
 
@@ -178,6 +180,7 @@ def _load_on_all_ranks(
 
     want, is_written = run_on_all_ranks(lead, axis)[0]
 
+    # A second round, so that the others map the file only when rank 0 has written it.
     def follow() -> str:
         if axis.index == 0:
             return want
@@ -272,6 +275,8 @@ def _open(path: Path, key: _Key) -> _Plan:
         rows, pieces = header["rows"], header["pieces"]
         size = os.fstat(file.fileno()).st_size
         expected = start + 8 * (rows + 1 + 3 * pieces)
+        # A truncated file, or a forged number of rows, is found before anything of that size is
+        # read.
         if size != expected:
             raise ValueError(f"it has {size} bytes instead of {expected}")
         if hashlib.file_digest(file, "sha256").hexdigest() != header["sha256"]:

@@ -97,6 +97,8 @@ def scatter_batches(
         if axis.count == 1:
             batch = parts[share.index]
         else:
+            # All buffers have one size, as scatter needs it; the first 8 bytes are the length of
+            # the data.
             received = torch.empty(size, dtype=torch.uint8, device=get_comm_device(axis))
             send = [buffers[index] for index, _ in shares] if axis.index == 0 else None
             dist.scatter(received, send, group=axis.group, group_src=0)
@@ -140,6 +142,7 @@ def stop_at_shortest(
         current[:] = islice(batches, 1)
         return len(current)
 
+    # One small collective a batch, before any rank starts a step that another cannot take.
     while all(run_on_all_ranks(read, axis)):
         yield current[0]
     for batch in current:

@@ -195,6 +195,7 @@ def concat_packed(packed: Mapping[str, PackedCorpus]) -> PackedCorpus:
                     f"{name!r} has {actual}; pack them with the same one"
                 )
     for name, part in packed.items():
+        # Concatenated, such a document would silently be one of the next corpus.
         last = part.bins.documents.max(initial=-1)
         num_documents = len(part.corpus.offsets) - 1
         if last >= num_documents:

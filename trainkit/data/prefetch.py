@@ -23,15 +23,6 @@ if TYPE_CHECKING:
     from trainkit.types import Cursor
 
 
-@attrs.frozen(eq=False)
-class _Channel:
-    """The state that the thread and its consumer share: batches in order, each with its event."""
-
-    batches: queue.SimpleQueue[tuple[StepBatch | BaseException | None, torch.cuda.Event | None]]
-    room: threading.Semaphore
-    closed: threading.Event
-
-
 class NextBatch(Protocol):
     """Return the next batch, or the one at a cursor."""
 
@@ -90,30 +81,30 @@ def prefetch_batches(
             "prefetch_batches: ahead must be at least 1 and timeout above 0, got "
             f"ahead={ahead}, timeout={timeout}"
         )
-    start = partial(_start, make_batch, ahead=ahead, device=_add_index(device))
-    channel, thread = start(cursor)
+    start = partial(_Worker, make_batch, ahead=ahead, device=_add_index(device))
+    worker = start(cursor)
     next_cursor = cursor
     end: list[BaseException | None] = []  # the error or the None that ended the batches
     is_timed_out = is_closed = False
 
     def next_batch(cursor: Cursor | None = None) -> StepBatch | None:
-        nonlocal channel, thread, next_cursor, is_timed_out
+        nonlocal worker, next_cursor, is_timed_out
         if is_closed:
             raise ValueError("prefetch_batches: next_batch was called after its block")
         if cursor is not None and cursor != next_cursor:
-            _close(channel, thread, 0 if is_timed_out else timeout)
-            channel, thread = start(cursor)
+            worker.close(0 if is_timed_out else timeout)
+            worker = start(cursor)
             next_cursor = cursor
             is_timed_out = False
             end.clear()
         if not end:
             try:
-                batch, arrival = channel.batches.get(timeout=timeout)
+                batch, arrival = worker.batches.get(timeout=timeout)
             except queue.Empty:
                 is_timed_out = True
                 batch, arrival = _make_timeout_error(next_cursor, timeout), None
             if isinstance(batch, StepBatch):
-                channel.room.release()
+                worker.room.release()
                 next_cursor = batch.cursor
                 return _synchronize(batch, arrival)
             end.append(batch)
@@ -125,32 +116,62 @@ def prefetch_batches(
         yield next_batch
     finally:
         is_closed = True
-        _close(channel, thread, 0 if is_timed_out else timeout)
+        worker.close(0 if is_timed_out else timeout)
 
 
-def _start(
-    make_batch: Callable[[Cursor], StepBatch | None],
-    cursor: Cursor,
-    *,
-    ahead: int,
-    device: torch.device | None,
-) -> tuple[_Channel, threading.Thread]:
-    """Start a thread that makes the batches from a cursor on."""
-    channel = _Channel(queue.SimpleQueue(), threading.Semaphore(ahead), threading.Event())
-    thread = threading.Thread(
-        target=_fill,
-        args=(channel, make_batch, cursor, device),
-        name="trainkit-prefetch",
-        daemon=True,  # a thread that hangs must not keep the process alive
-    )
-    thread.start()
-    return channel, thread
+class _Worker:
+    """A thread that makes the batches from a cursor on, and puts each into a queue."""
 
+    def __init__(
+        self,
+        make_batch: Callable[[Cursor], StepBatch | None],
+        cursor: Cursor,
+        *,
+        ahead: int,
+        device: torch.device | None,
+    ) -> None:
+        self.batches = queue.SimpleQueue[
+            tuple[StepBatch | BaseException | None, torch.cuda.Event | None]
+        ]()
+        # The queue is unbounded: `room` bounds the batches before one is made, not when it is put.
+        self.room = threading.Semaphore(ahead)
+        self.closed = threading.Event()
+        self.thread = threading.Thread(
+            target=self._run,
+            args=(make_batch, cursor, device),
+            name="trainkit-prefetch",
+            daemon=True,  # a thread that hangs must not keep the process alive
+        )
+        self.thread.start()
 
-def _close(channel: _Channel, thread: threading.Thread, timeout: float) -> None:
-    channel.closed.set()
-    channel.room.release()
-    thread.join(timeout)
+    def _run(
+        self,
+        make_batch: Callable[[Cursor], StepBatch | None],
+        cursor: Cursor,
+        device: torch.device | None,
+    ) -> None:
+        """Make batches while there is room, until the worker is closed or they end."""
+        try:
+            stream = None
+            if device is not None and device.type == "cuda":
+                # The current device is a setting of the thread.
+                torch.cuda.set_device(device)
+                stream = torch.cuda.Stream(device)
+            while self.room.acquire() and not self.closed.is_set():
+                batch = make_batch(cursor)
+                if batch is None:
+                    self.batches.put((None, None))
+                    return
+                cursor = batch.cursor
+                self.batches.put(_send(batch, device, stream))
+        except BaseException as error:  # noqa: BLE001 (the consumer raises it)
+            self.batches.put((error, None))
+
+    def close(self, timeout: float) -> None:
+        """Stop the thread, and wait for the batch in preparation."""
+        self.closed.set()
+        self.room.release()
+        self.thread.join(timeout)
 
 
 def _make_timeout_error(cursor: Cursor, timeout: float) -> DataError:
@@ -171,29 +192,6 @@ def _add_index(device: torch.device | str | None) -> torch.device | None:
     return device
 
 
-def _fill(
-    channel: _Channel,
-    make_batch: Callable[[Cursor], StepBatch | None],
-    cursor: Cursor,
-    device: torch.device | None,
-) -> None:
-    """Put batches into the channel while there is room, until it is closed or they end."""
-    try:
-        stream = None
-        if device is not None and device.type == "cuda":
-            torch.cuda.set_device(device)
-            stream = torch.cuda.Stream(device)
-        while channel.room.acquire() and not channel.closed.is_set():
-            batch = make_batch(cursor)
-            if batch is None:
-                channel.batches.put((None, None))
-                return
-            cursor = batch.cursor
-            channel.batches.put(_send(batch, device, stream))
-    except BaseException as error:  # noqa: BLE001 (the consumer raises it)
-        channel.batches.put((error, None))
-
-
 def _send(
     batch: StepBatch, device: torch.device | None, stream: torch.cuda.Stream | None
 ) -> tuple[StepBatch, torch.cuda.Event | None]:
@@ -202,7 +200,11 @@ def _send(
         return batch, None
     if stream is None:
         return _move(batch, device), None
-    pinned = [map_tensors(microbatch, _pin) for microbatch in batch.microbatches]
+
+    def pin(x: Tensor) -> Tensor:
+        return x.pin_memory() if x.device.type == "cpu" else x
+
+    pinned = [map_tensors(microbatch, pin) for microbatch in batch.microbatches]
     # make_batch may itself put tensors on the device, on the current stream of this thread.
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -216,14 +218,11 @@ def _move(batch: StepBatch, device: torch.device) -> StepBatch:
     return attrs.evolve(batch, microbatches=[to_device(x, device) for x in batch.microbatches])
 
 
-def _pin(x: Tensor) -> Tensor:
-    return x.pin_memory() if x.device.type == "cpu" else x
-
-
 def _synchronize(batch: StepBatch, arrival: torch.cuda.Event | None) -> StepBatch:
     """Make the consumer's stream wait for a batch, and keep its memory for that stream."""
     if arrival is not None and batch.microbatches:
         stream = torch.cuda.current_stream(batch.microbatches[0].input_ids.device)
+        # The host does not wait, and the memory is not reused before this stream is done with it.
         stream.wait_event(arrival)
 
         def record(x: Tensor) -> Tensor:

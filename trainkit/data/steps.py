@@ -22,10 +22,11 @@ from trainkit.sampling.integers import indices_below
 from trainkit.types import ConfigError, DataError, DataShard, StepBatch, check_choice, check_range
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from numpy.typing import ArrayLike
 
+    from trainkit.data.corpus import TokenCorpus
     from trainkit.data.packed import PackedCorpus
     from trainkit.types import Batch, Bins, Column, Cursor, IntArray, RowsAt, Sample
 
@@ -176,20 +177,14 @@ def make_dataset_batch(
             f"make_dataset_batch: {share.count} ranks read different items, and the batch has "
             f"{len(items)}; raise the rows per step, or lower the data-parallel degree"
         )
-    positions = np.arange(share.index, len(items), share.count)
-    corpus = collect_documents(
-        _encode_items(dataset, items[positions].tolist(), encode),
+    corpus = _read_items(
+        dataset,
+        items[share.index :: share.count].tolist(),
+        encode,
         vocab_size=vocab_size,
-        columns=check_columns("make_dataset_batch", columns),
+        columns=columns,
+        max_length=capacity if overlong == "error" else None,
     )
-    if overlong == "error" and (corpus.lengths > capacity).any():
-        worst = int(corpus.lengths.argmax())
-        raise DataError(
-            f"make_dataset_batch: item {items[positions[worst]]} has {corpus.lengths[worst]} "
-            f'tokens; the capacity is {capacity}: raise it, or use overlong="truncate"',
-            got=int(corpus.lengths[worst]),
-            want=capacity,
-        )
     bins = pack_bins(
         corpus.lengths,
         capacity,
@@ -201,10 +196,10 @@ def make_dataset_batch(
     _check_row_length(bins, data_shard)
     width = min(rows_per_microbatch, len(items))
     rows = np.full(-(-len(items) // (share.count * width)) * width, -1)
+    # An item without tokens has no row of bins, and stays a padding row in its place.
     rows[np.flatnonzero(corpus.lengths)] = np.arange(len(bins))
-    row_positions = np.full(len(rows), -1)
-    row_positions[: len(positions)] = positions
-    row_positions[rows < 0] = -1
+    positions = share.index + share.count * np.arange(len(rows))
+    row_positions = np.where(rows < 0, -1, positions)
     batch = collate_bins(corpus, bins, rows, pad_id=pad_id, row_positions=row_positions)
     microbatches = [_shard_sequence(part, data_shard, device) for part in split_batch(batch, width)]
     return _finish_step(microbatches, cursor, noise_seed)
@@ -217,18 +212,41 @@ def _finish_step(microbatches: list[Batch], cursor: Cursor, noise_seed: int | No
     return StepBatch(microbatches, attrs.evolve(cursor, batch=cursor.batch + 1))
 
 
-def _encode_items(
-    dataset: Any, indices: Sequence[int], encode: Callable[[Any], Any] | None
-) -> Iterator[tuple[str, Any]]:
-    """Read and encode items; yield each with its name for messages."""
-    for index in indices:
-        try:
-            item = dataset[index]
-            document = item if encode is None else encode(item)
-        except Exception as error:
-            error.add_note(f"make_dataset_batch: while reading item {index}")
-            raise
-        yield f"make_dataset_batch: item {index}", document
+def _read_items(
+    dataset: Any,
+    indices: list[int],
+    encode: Callable[[Any], Any] | None,
+    *,
+    vocab_size: int | None,
+    columns: Mapping[str, Column] | None,
+    max_length: int | None,
+) -> TokenCorpus:
+    """Read and encode items; every error gives the index of its item."""
+
+    def encode_items() -> Iterator[tuple[str, Any]]:
+        for index in indices:
+            try:
+                item = dataset[index]
+                document = item if encode is None else encode(item)
+            except Exception as error:
+                error.add_note(f"make_dataset_batch: while reading item {index}")
+                raise
+            yield f"make_dataset_batch: item {index}", document
+
+    corpus = collect_documents(
+        encode_items(),
+        vocab_size=vocab_size,
+        columns=check_columns("make_dataset_batch", columns),
+    )
+    if max_length is not None and (corpus.lengths > max_length).any():
+        worst = int(corpus.lengths.argmax())
+        raise DataError(
+            f"make_dataset_batch: item {indices[worst]} has {corpus.lengths[worst]} tokens; the "
+            f'capacity is {max_length}: raise it, or use overlong="truncate"',
+            got=int(corpus.lengths[worst]),
+            want=max_length,
+        )
+    return corpus
 
 
 def make_microbatches(
@@ -376,6 +394,7 @@ def make_eval_batches(
     check_range("make_eval_batches", at_least=1, rows_per_batch=rows_per_batch)
     _check_row_length(bins, data_shard)
     sources = packed.source_of(np.arange(len(bins)))
+    # Contiguous runs, in which a rank reads its file from front to back.
     rows = np.array_split(np.arange(len(bins)), share.count)[share.index]
     if len(bins) and not len(rows):
         rows = np.array([-1])
@@ -416,6 +435,7 @@ def _collate(
     batch = collate_bins(corpus, bins, rows, pad_id=pad_id, row_positions=rows)
     if sources is None:
         return batch
+    # Index -1, a padding row, reads the last source, which the next line covers.
     source = torch.from_numpy(sources[rows])[:, None]
     source = torch.where(batch.document_ids < 0, -1, source)
     return attrs.evolve(batch, extra={**batch.extra, "source": source})

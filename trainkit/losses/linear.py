@@ -256,6 +256,7 @@ def cast_factors(
             f"{where}: bias must have shape ({len(weight)},) for a weight of shape "
             f"{tuple(weight.shape)}, got {tuple(bias.shape)}"
         )
+    # Autocast casts the inputs of a linear layer, but not those of an autograd Function.
     autocast = torch.is_autocast_enabled(hidden.device.type)
     dtypes = {x.dtype for x in (hidden, weight, bias) if x is not None}
     if len(dtypes) > 1 and not autocast:
@@ -364,12 +365,16 @@ def linear_terms(
     def compute(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
         chunk_labels = labels[rows]
         chunk_shaping = flat_shaping.of(rows)
+        # From here on `logits` holds exponentials, from which the entropies and the gradient
+        # follow.
         scores = scores_(shaped_(logits, chunk_shaping, axis), chunk_labels, axis)
         leaves = _make_leaves(scores, logits, chunk_labels, axis, gradient)
         chunk_columns = {name: x[rows] for name, x in columns.items()}
         with torch.set_grad_enabled(gradient):
             total, values = weigh_terms(terms, leaves, chunk_columns, chunk_labels)
             total_sum = total.sum()
+        # A graph over [T] numbers: the terms give the derivatives by losses, normalizers and
+        # entropies, and the chain rule to the logits is written out in `slopes_`.
         if gradient and total_sum.requires_grad:
             d_losses, d_normalizers, *d_entropies = torch.autograd.grad(
                 total_sum, leaves.leaves, allow_unused=True, materialize_grads=True
@@ -384,6 +389,7 @@ def linear_terms(
                 curved=(leaves.entropies.detach(), d_entropies[0]) if d_entropies else None,
             )
             unshaped_slopes_(logits, chunk_shaping)
+        # No term depends on the logits: the gradient is 0.
         elif gradient:
             logits.zero_()
         return torch.stack([total, *values], dim=-1).detach()
@@ -401,6 +407,7 @@ def _make_leaves(
             entropies = compute_entropies(logits, scores.scale, axis)
         return entropies.requires_grad_(gradient)
 
+    # An ignored token has the loss of some word, which terms must not see.
     losses = scores.losses.masked_fill(labels == IGNORED_LABEL, 0)
     return TokenScores(
         losses.requires_grad_(gradient), scores.normalizers.requires_grad_(gradient), measure
@@ -428,6 +435,7 @@ def weigh_terms(
     ignored = labels == IGNORED_LABEL
     label_columns = LabelColumns(columns, ignored)
     values = [term(scores, label_columns).masked_fill(ignored, 0) for term, _ in terms]
+    # Terms of weight 0 are left out, not multiplied: 0 * inf would be NaN.
     weighted = [w * x for (_, w), x in zip(terms, values, strict=True) if w]
     total = torch.stack(weighted).sum(0) if weighted else torch.zeros_like(scores.losses)
     return total, [x.to(total.dtype) for x in values]
@@ -520,6 +528,7 @@ def get_chunk_size(weight: Tensor, axis: Axis = SOLO) -> int:
         >>> get_chunk_size(torch.zeros(4096, 8))
         1024
     """
+    # The largest shard decides, so that all ranks make equal chunks and meet in the collectives.
     words = axis.largest if isinstance(axis, VocabularyAxis) else len(weight)
     return max(1, weight.shape[1] // 2, _SMALL // words)
 
@@ -542,6 +551,7 @@ class _LinearInChunks(torch.autograd.Function):
         values, gradients = run_chunks(hidden, weight, bias, needs=ctx.needs_input_grad[:3])
         ctx.save_for_backward(*gradients)
         ctx.dtype = weight.dtype
+        # Column 0 is the sum that is differentiated.
         others = values[:, 1:]
         ctx.mark_non_differentiable(others)
         return values[:, 0].sum(), others
@@ -585,6 +595,8 @@ def _run_chunks(
     exact = accumulation_dtype(weight)
     factors = exact_factors(Factors(hidden, weight, bias, softcap))
     hidden, weight = factors[:2]
+    # Each row of d_hidden is written once, so it needs no zeros and no fp32; d_weight sums over
+    # all chunks.
     d_hidden = hidden.new_empty(hidden.shape) if needs[0] else None
     d_weight = weight.new_zeros(weight.shape, dtype=exact) if needs[1] else None
     d_bias = weight.new_zeros(len(weight), dtype=exact) if needs[2] else None
@@ -687,6 +699,7 @@ def logits_of(
     if factors.softcap is None:
         return logits, None
     logits.div_(factors.softcap).tanh_()
+    # d/dx c tanh(x / c) = 1 - tanh(x / c)^2
     slope = 1 - logits.square() if needs_slope else None
     logits.mul_(factors.softcap)
     return logits, slope

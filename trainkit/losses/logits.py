@@ -130,6 +130,7 @@ def sum_and_parts(where: str, logits: Tensor, labels: Tensor, axis: Axis) -> tup
     if axis.count > 1:
         losses = _compute_each(logits, labels, axis)
         return losses.sum(), losses.detach().view(labels.shape)
+    # One log-softmax serves the sum and the parts.
     logprobs = _flatten_exact(logits).log_softmax(-1)
     flat = labels.flatten()
     total = nn.functional.nll_loss(logprobs, flat, ignore_index=IGNORED_LABEL, reduction="sum")

@@ -162,6 +162,7 @@ class _TokenLogprobs(torch.autograd.Function):
         options: _Options,
     ) -> Tensor:
         labels, axis, shaping, softcap, chunk = options
+        # Filters need all words of a token at once, so tiles are whole rows then.
         tiles = _make_tiles(len(hidden), weight, axis, chunk, whole_rows=shaping.filters)
         make = logits_maker(Factors(hidden, weight, bias, softcap))
         scores = []
@@ -230,6 +231,7 @@ def _make_tiles(
 
     Ranks have the same slices of tokens, and each its slices of its words.
     """
+    # The largest shard decides, so that all ranks have the same slices of tokens.
     words = axis.largest if isinstance(axis, VocabularyAxis) else max(1, len(weight))
     if whole_rows:
         rows, part = chunk or get_chunk_size(weight, axis), words

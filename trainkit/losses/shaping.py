@@ -95,6 +95,7 @@ def _flatten_setting(where: str, name: str, x: Any, labels: Tensor) -> Any:
         if x.is_floating_point():
             raise ValueError(f"{where}: top_k must hold integers, got {x.dtype}")
         x = x.long()
+    # The identity at -100: padding of a column is 0, which is out of range for most settings.
     x = x.expand(labels.shape).masked_fill(labels == IGNORED_LABEL, identity).flatten()
     if can_read_values(x) and not (valid := is_valid(x)).all():
         index = int((~valid).nonzero()[0])
@@ -120,6 +121,7 @@ def shaped_(logits: Tensor, shaping: Shaping, axis: Axis) -> Tensor:
         logits.div_(_column(shaping.temperature))
     if not shaping.filters:
         return logits
+    # Filters rank the words of the whole vocabulary, so that each rank needs all of them.
     local = words_of_rank(filtered(gather_words(logits, axis), shaping), axis)
     return logits.masked_fill_(local == -torch.inf, -torch.inf)
 
@@ -200,6 +202,8 @@ def filter_top_p(logits: Tensor, p: Each) -> Tensor:
     """
     ascending, order = logits.sort()
     p = _column(p)
+    # Ascending, so that the cumulative sum is the probability of a word and of all less likely
+    # ones. At p = 1 rounding must exclude nothing.
     excluded = (ascending.softmax(-1).cumsum(-1) <= 1 - p) & (torch.as_tensor(p) < 1)
     excluded[:, -1] = False  # the most likely token always remains
     return logits.masked_fill(excluded.scatter(1, order, excluded), -torch.inf)

@@ -21,6 +21,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from trainkit.collectives import all_gather_replicated, all_max, all_sum, get_comm_device
 from trainkit.types import IGNORED_LABEL, Axis, VocabularyAxis
 
+# The shard sizes of a weight, per process group and tensor. Both keys are weak: a cache must keep
+# neither alive.
 _GATHERED: weakref.WeakKeyDictionary[dist.ProcessGroup, WeakTensorKeyDictionary] = (
     weakref.WeakKeyDictionary()
 )
@@ -181,6 +183,7 @@ def scores_(logits: Tensor, labels: Tensor, axis: Axis) -> Scores:
     index, own = own_words(labels.unsqueeze(-1), logits.shape[-1], axis)
     largest = all_max(largest_logits(logits), axis)
     picked = pick_own(logits.sub_(largest), index, own)
+    # One all-reduce for both: the sum of exponentials, and the logit of the label from its rank.
     sums = torch.cat([logits.exp_().sum(-1, keepdim=True), picked], dim=-1)
     total, picked = all_sum(sums, axis).unbind(-1)
     normalizers = total.log()
@@ -249,6 +252,7 @@ def whole_scores(parts: Sequence[Partial], axis: Axis) -> tuple[Tensor, Tensor]:
     sums = torch.stack([(totals * (maxima - largest).exp()).sum(0), picked.sum(0)])
     total, label = all_sum(sums, axis).unbind()
     normalizers = total.log()
+    # The label's logit was picked before the maximum was subtracted from it.
     return normalizers - (label - largest), normalizers + largest
 
 
@@ -263,6 +267,7 @@ def compute_entropies(exponentials: Tensor, scale: Tensor, axis: Axis) -> Tensor
         >>> compute_entropies(torch.ones(1, 4), torch.tensor([0.25]), SOLO)  # log 4
         tensor([1.3863])
     """
+    # H = -sum p log p with p = scale * e: -log(scale) - scale * sum e log e.
     means = scale * all_sum(torch.xlogy(exponentials, exponentials).sum(-1), axis)
     return -scale.log() - means
 
@@ -297,6 +302,7 @@ def slopes_(
     if curved is not None:
         entropies, d_entropies = curved
         scale = torch.as_tensor(scale, dtype=exponentials.dtype, device=exponentials.device)
+        # dH/dx = -p (log p + H) = -scale * e * (log e + log scale + H)
         slope = slope - scale * d_entropies * (scale.log() + entropies)
         entropy_slope = torch.xlogy(exponentials, exponentials)
         entropy_slope.mul_((scale * d_entropies).unsqueeze(-1))
@@ -327,6 +333,7 @@ def own_words(
         before, total = axis.first, axis.total
     else:  # the words divide evenly
         before, total = axis.index * words, axis.count * words
+    # Index within the slice `part` of this rank's words.
     local = ids - (before + first)
     own = (local >= 0) & (local < end - first)
     wrong = (ids != IGNORED_LABEL) & ((ids < 0) | (ids >= total))

@@ -46,6 +46,7 @@ def report_by_source(names: Sequence[str], loss: NamedLoss = next_token) -> Name
     """
     per_token = getattr(loss, "per_token", None)
     first, *rest = loss.terms
+    # Only a single loss, with or without its own count, can be split by source.
     if per_token is None or rest not in ([], [f"{first}/count"]):
         raise ValueError(
             f"report_by_source: {getattr(loss, '__name__', loss)} does not give the loss of each "

@@ -250,6 +250,7 @@ def make_score_loss(
         counts = columns[1] if len(columns) > 1 else (labels != IGNORED_LABEL).long()
         return total, columns[0], counts
 
+    # A loss of one term, with or without its count, can be split by source.
     is_single = names in {names[:1], (names[0], f"{names[0]}/count")}
 
     @declare_terms(
@@ -403,12 +404,15 @@ def chunk_loss(loss: NamedLoss, *, chunk: int | None = None) -> NamedLoss:
         tokens = select_columns(batch, labels)
 
         def compute(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
+            # A leaf of its own: the loss is differentiated up to the logits, and
+            # `linear_in_chunks` goes on.
             full = gather_words(logits, axis).detach().requires_grad_(gradient)
             with torch.set_grad_enabled(gradient):
                 chunk_batch = {name: x[rows][None] for name, x in tokens.items()}
                 total, terms = loss(full[None], chunk_batch)
             if gradient:
                 (d_full,) = torch.autograd.grad(total, full)
+                # The contract of `OfLogits`: the logits become their gradient.
                 logits.copy_(words_of_rank(d_full, axis))
             return torch.stack([total.detach(), *(terms[name] for name in loss.terms)])[None]
 
@@ -468,8 +472,10 @@ def add_terms(*weighted: tuple[NamedLoss, float]) -> NamedLoss:
     def total_loss(output: Any, batch: Mapping[str, Any]) -> Terms:
         output = drop_routing(output)
         in_one_pass = len(scored) > 1 and isinstance(output, tuple)
+        # `scored_loss` has the weights in its `of_scores` already.
         pairs = [(scored_loss, 1.0), *others] if in_one_pass else weighted
         results = [(loss(output, batch), weight) for loss, weight in pairs]
+        # sum() would begin with the integer 0, an addition more.
         first, *rest = (weight * total for (total, _), weight in results)
         terms = {name: value for (_, reported), _ in results for name, value in reported.items()}
         return sum(rest, first), {name: terms[name] for name in names}
@@ -501,6 +507,7 @@ def average_terms(sums: Mapping[str, Tensor], tokens: Denominator) -> dict[str, 
 
     def mean(name: str, total: Tensor) -> Tensor:
         count = sums.get(f"{name}/count")
+        # Counts by layer and expert, no sums over tokens.
         if count is None and total.ndim:
             return total
         return total / (get_divisor(name, divisors) if count is None else count)

@@ -95,8 +95,10 @@ def _weight_by_unit(
     if "weights" in batch:
         weights = torch.where(weights > 0, batch["weights"].double(), 0)
     units = units.flatten()
+    # fp64, so that the order of the additions hardly matters.
     sums = weights.new_zeros(count).scatter_add(0, units, weights.flatten())
     unit_weights = all_sum(sums, axis)[units].view(weights.shape)
+    # A unit without weight has the mean 0, not 0 / 0.
     return add_column(batch, "weights", torch.where(unit_weights == 0, 0, weights / unit_weights))
 
 

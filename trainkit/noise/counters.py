@@ -45,6 +45,7 @@ def mix_bits_tensor(x: Tensor) -> Tensor:
         >>> int(mix_bits_tensor(torch.tensor([1]))[0]) == to_int64(int(mix_bits(np.uint64(1))))
         True
     """
+    # Products and sums of int64 wrap around, as those of uint64 do, bit for bit.
     x = (x ^ _shift_right(x, 30)) * to_int64(0xBF58476D1CE4E5B9)
     x = (x ^ _shift_right(x, 27)) * to_int64(0x94D049BB133111EB)
     return x ^ _shift_right(x, 31)
@@ -62,6 +63,8 @@ def _fill_normal(out: Any, row_keys: Any, first_column: int) -> None:
             step = np.uint64(first_column + column) * np.uint64(0x9E3779B97F4A7C15)
             bits = mix_bits(row_keys[row] + step)
             more = mix_bits(bits + np.uint64(0x9E3779B97F4A7C15))
+            # Box and Muller: sqrt(-2 ln u) cos(2 pi v) of two uniform numbers. The half keeps u
+            # above 0.
             radius = math.sqrt(-2.0 * math.log((float(bits >> np.uint64(11)) + 0.5) * 2.0**-53))
             angle = 2.0 * math.pi * float(more >> np.uint64(11)) * 2.0**-53
             out[row, column] = radius * math.cos(angle)
@@ -80,6 +83,7 @@ def row_keys(key: int, shape: Sequence[int], offset: Sequence[int]) -> np.ndarra
     """Return one key for each index of all dimensions but the last, flattened, in uint64."""
     keys = np.array([key & MASK64], np.uint64)
     for size, start in zip(shape[:-1], offset[:-1], strict=True):
+        # From 1, so that index 0 changes the key too.
         index = np.arange(start + 1, start + 1 + size, dtype=np.uint64) * np.uint64(GOLDEN)
         keys = _mix_array((keys[:, None] ^ index[None, :]).reshape(-1))
     return keys
@@ -255,6 +259,7 @@ def dropout(
         )
     if p == 0:
         return x
+    # An element stays where its 53 random bits, as a fraction, are below 1 - p.
     bits = make_random_bits(keys, name=name, features=features, first=first)
     return torch.where(bits < int((1 - p) * 2**53), x / (1 - p), 0.0)
 
@@ -295,6 +300,7 @@ def seed_generators(
     key = make_key(seed, "generators", step, share.index, stage)
     kind = torch.device(device).type
     module = torch.get_device_module(kind)
+    # `fork_rng` restores the generators of the devices that it is given, and the CPU's always.
     devices: list[int] = [] if kind == "cpu" else [module.current_device()]
     with torch.random.fork_rng(devices, device_type=kind):
         torch.default_generator.manual_seed(key)

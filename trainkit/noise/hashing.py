@@ -53,6 +53,7 @@ def make_key(*parts: int | str) -> int:
     texts = [part if isinstance(part, str) else f"{index(part)}" for part in parts]
     kinds = ["str" if isinstance(part, str) else "int" for part in parts]
     pairs = zip(kinds, texts, strict=True)
+    # The kind and the length stand before each part, so that no two sequences have one text.
     text = "".join(f"{kind}{len(text)}:{text}" for kind, text in pairs)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -97,11 +98,13 @@ def hash_box(
     box = np.ascontiguousarray(box).reshape(box.shape or (1,))
     shape, offset = tuple(shape) or (1,), tuple(offset) or (0,)
     strides = [int(np.prod(shape[dim + 1 :], dtype=np.int64)) for dim in range(len(shape))]
+    # The flat index, in the full tensor, of the first element of each row of the box.
     first = np.zeros(box.shape[:-1], np.uint64)
     for dim, (start, stride) in enumerate(zip(offset[:-1], strides[:-1], strict=True)):
         index = (start + np.arange(box.shape[dim], dtype=np.uint64)) * np.uint64(stride)
         first += index.reshape([-1 if d == dim else 1 for d in range(box.ndim - 1)])
     first += np.uint64(offset[-1])
+    # Bits and not values: 0.0 differs from -0.0, and NaN equals itself.
     bits = box.view(f"u{box.dtype.itemsize}").reshape(-1)
     bits.flags.writeable = False  # numba compiles a loop separately for writeable arrays
     key = np.uint64(make_key(name, *shape))

@@ -44,6 +44,7 @@ def normal_by_quantile(key: Tensor, shape: Sequence[int], offset: Sequence[int])
         >>> torch.equal(part, whole[1:3, 5:8])
         True
     """
+    # One key for each row of the box, from the indices of all dimensions but the last.
     keys = mix_bits_tensor(key)
     for size, start in zip(shape[:-1], offset[:-1], strict=True):
         index = torch.arange(start + 1, start + 1 + size, device=key.device) * to_int64(GOLDEN)
@@ -54,6 +55,7 @@ def normal_by_quantile(key: Tensor, shape: Sequence[int], offset: Sequence[int])
     hashes = mix_bits_tensor(keys.unsqueeze(-1) + words)
     bits = hashes.view(torch.int16)[..., start % 4 : start % 4 + shape[-1]]
     table = _make_quantiles().to(key.device)
+    # int16 is signed, so the mask makes -1 the index 65535.
     return nn.functional.embedding(bits.to(torch.int32) & (_LEVELS - 1), table).squeeze(-1)
 
 

@@ -81,6 +81,7 @@ def rounding_keys(key: int, shape: Sequence[int], offset: Sequence[int]) -> Tens
         True
     """
     keys = row_keys(key, tuple(shape) or (1,), tuple(offset) or (0,))
+    # The upper half of each 64-bit key, which is as random as the whole.
     return torch.from_numpy((keys >> np.uint64(32)).astype(np.uint32).view(np.int32))
 
 

@@ -71,6 +71,7 @@ def _find_fewest_bins(task: Task, rows: int) -> IntArray:
     """
     size = task.keys.size
     ends, _ = count_by_length(task)
+    # A bin never holds more than all tokens, which bounds the table of loads.
     max_load = min(task.capacity, task.total)
     max_k = size // rows
     fill = _fill_emptiest if has_table(max_load, size) else _fill_emptiest_by_heap
@@ -80,6 +81,7 @@ def _find_fewest_bins(task: Task, rows: int) -> IntArray:
         fits = k <= max_k and fill(ends, task.sizes, max_load, task.limit, k * rows, bins)
         return bins if fits else None
 
+    # Fewer bins cannot hold all tokens, or all pieces.
     low = max(1, -(-task.total // (rows * task.capacity)), -(-size // (rows * task.limit)))
     high = low
     step = 1

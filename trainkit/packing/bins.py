@@ -110,6 +110,7 @@ def pack_bins(
         fit, grouped, counts, rule, seed=seed, largest=largest
     )
     if order is not None:
+        # From positions in the shuffled order back to the corpus' own numbers.
         documents[:] = order[documents]
     return Bins(offsets, documents, starts, pieces, rule.capacity, rule.multiple_of)
 
@@ -129,6 +130,7 @@ def select_rows(bins: Bins, rows: ArrayLike) -> Bins:
     starts = bins.offsets[rows]
     sizes = bins.offsets[rows + 1] - starts
     offsets = np.append(0, np.cumsum(sizes))
+    # The index in the old table of each piece of the new one.
     pieces = np.repeat(starts - offsets[:-1], sizes) + np.arange(offsets[-1])
     return Bins(
         offsets=offsets,
@@ -230,6 +232,7 @@ def _make_groups(
         num_full, remainder = divmod(num_pieces, max(size, 1))
         return None, [size] * num_full + [remainder] * (remainder > 0)
     num_groups = -(-num_pieces // size)
+    # Equal parts of a permutation. The sort is stable, so that a group keeps corpus order.
     group_of = _shuffle(lengths.size, seed, "group") * num_groups // lengths.size
     order, ends = argsort_keys(read_only(group_of), num_groups)
     groups = (read_only(lengths[order[a:b]]) for a, b in pairwise([0, *ends.tolist()]))

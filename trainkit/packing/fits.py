@@ -155,6 +155,8 @@ def first_fit(lengths: IntArray, capacity: int, *, max_documents: int | None) ->
     """
     task = make_task("first_fit", lengths, capacity, max_documents)
     ends, bins = count_by_length(task)
+    # A complete binary tree with a leaf for each bin that may be opened; a closed or unopened bin
+    # has space 0.
     leaves = 1 << (bound_num_bins(task) - 1).bit_length()
     tree = np.zeros(2 * leaves, np.int32)
     room = np.empty(leaves, bins.dtype)
@@ -189,6 +191,7 @@ def make_task(name: str, lengths: Any, capacity: int, max_documents: int | None)
     _check_lengths(name, shortest, longest, capacity)
     if has_table(longest, lengths.size):
         return Task(lengths, np.arange(longest + 1), int(capacity), limit, total)
+    # With 0 in front, as in the table of all lengths: key 0 is a length that no piece has.
     sizes, keys = np.unique(np.append(0, lengths), return_inverse=True)
     return Task(read_only(keys[1:]), sizes, int(capacity), limit, total)
 
@@ -263,6 +266,7 @@ def count_by_length(task: Task) -> tuple[IntArray, np.ndarray[Any, Any]]:
 def restore_arrival_order(task: Task, ends: IntArray, bins: np.ndarray[Any, Any]) -> IntArray:
     """Return the bin of each piece from the bins of sorted pieces; overwrites `ends`."""
     bin_of = np.empty(task.keys.size, np.int64)
+    # The end of a key is the start of the next; ends[0] stays, as no piece has key 0.
     ends[1:] = ends[:-1]
     _scatter_bins(task.keys, ends, bins, bin_of)
     return bin_of
@@ -350,6 +354,7 @@ def _best_fit(  # noqa: PLR0917 (an array is a parameter)
     room, earlier = runs[:, 3], runs[:, 4]
     ready = np.empty(len(runs), np.int64)  # the stack
     waiting = np.full(sizes.size, -1)  # for each key, the last run with space for it
+    # Whether sizes are all lengths up to the longest, so that a space is its own key.
     every = sizes[-1] == sizes.size - 1
     for key in keys:
         firsts[key] += 1
@@ -444,6 +449,7 @@ def _first_fit(  # noqa: PLR0917 (an array is a parameter)
     leaves = tree.size // 2
     num_bins = 0
     for key in range(ends.size - 1, 0, -1):
+        # The pieces of this length are [place, end) in sorted order.
         length, place, end = sizes[key], ends[key - 1], ends[key]
         while place < end:
             if tree[1] >= length:

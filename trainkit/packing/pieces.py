@@ -22,6 +22,7 @@ def align(lengths: IntArray, multiple_of: int) -> IntArray:
     """Round lengths up to multiples of `multiple_of`."""
     if multiple_of == 1:
         return lengths
+    # In place: an expression would make two more arrays of all pieces.
     aligned = lengths + (multiple_of - 1)
     aligned //= multiple_of
     aligned *= multiple_of
@@ -99,6 +100,7 @@ def write_in_order(  # noqa: PLR0917 (an array is a parameter)
     for piece in range(bin_of.size):
         bin_ = bin_of[piece]
         step = bin_ - last
+        # One comparison for step < 0 and step > 1.
         if step & -2 != 0 or bin_ >= ends.size:
             return 0, 0
         same = step - 1  # all bits set, or 0: a branch here could not be predicted

@@ -73,6 +73,7 @@ def buffer_sorted_order(
     check_range("buffer_sorted_order", at_least=1, buffer_size=buffer_size, pack_size=pack_size)
     positions = indices_below(keys.size, "buffer_sorted_order", index)
     items = np.empty_like(positions)
+    # Positions may come in any order; a buffer is sorted once for all of its positions.
     by_position = np.argsort(positions, kind="stable")
     buffers, firsts = np.unique(positions[by_position] // buffer_size, return_index=True)
     for buffer, group in zip(buffers.tolist(), np.split(by_position, firsts[1:]), strict=False):

@@ -272,6 +272,7 @@ def sample_mixture(
         check_batch(batch)
         span = next(span for span in reversed(spans) if span.start <= batch)
         position = span.first + (batch - span.start) * rows_per_step
+        # The draws of each source before this batch, over all phases.
         draws = span.draws + _count_draws(span.quotas, position)
         order, _ = _make_period(span.quotas)
         source_of = order[(position + np.arange(rows_per_step)) % order.size]
@@ -310,6 +311,7 @@ def _make_spans(
     """
     spans: list[_Span] = []
     draws = np.zeros(len(quotas[0]), np.int64)
+    # Exact fractions: over many phases rounding errors would add up.
     lag = [Fraction(0)] * len(quotas[0])
     for start, end, quota in zip(starts, [*starts[1:], None], quotas, strict=True):
         first = 0
@@ -352,6 +354,7 @@ def _compute_quotas(
     # str(0.1) is "0.1", so the fraction is 1/10, as meant, and not the nearest binary one.
     parts = [Fraction(str(power)) for power in powers]
     fractions = [part / sum(parts) for part in parts]
+    # The period is the common denominator of the probabilities, where that is small enough.
     period = min(LONGEST_PERIOD, math.lcm(*(x.denominator for x in fractions)))
     quotas = [math.floor(x * period) for x in fractions]
     # The largest remainders get the rows that rounding down has left.
@@ -376,6 +379,7 @@ def _make_period(quotas: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], np.ndar
     blocks = np.arange(period) // BLOCK * len(quotas) + order
     counts = np.bincount(blocks, minlength=-(-period // BLOCK) * len(quotas))
     before = np.zeros((-(-period // BLOCK) + 1, len(quotas)), np.int64)
+    # Running counts at each block, so that `_count_draws` counts less than one block.
     before[1:] = np.cumsum(counts.reshape(-1, len(quotas)), axis=0)
     return order.astype(np.min_scalar_type(len(quotas) - 1)), before
 
@@ -400,6 +404,7 @@ def _find_position(order: Any, quotas: Any, lag: Any) -> Any:
         for source in range(quotas.size):
             if quotas[source] > 0:
                 distance = max(distance, abs(period_lag[source] - lag[source]))
+        # Of positions that are equal but for rounding, the first one on any machine.
         if distance < smallest - 1e-9:
             best, smallest = row, distance
         for source in range(quotas.size):
@@ -415,6 +420,7 @@ def _interleave(quotas: Any, period: int) -> Any:
     A source may be drawn from row `release` on and must be drawn by row `deadline`, counted from 1:
     then its count is off by at most 1 - 1 / slack of a row. The earliest deadline goes first.
     """
+    # Tijdeman's bound for n sources is 1 - 1 / (2n - 2) of a row. In integers, times `slack`.
     slack = max(2 * quotas.size - 2, 2)
     order = np.empty(period, np.int64)
     drawn, release, deadline = np.zeros((3, quotas.size), np.int64)

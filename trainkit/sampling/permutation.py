@@ -47,6 +47,7 @@ def permute(index: ArrayLike, count: int, key: int) -> IntArray:
     """
     check_range("permute", at_least=1, count=count)
     index = indices_below(count, "permute", index)
+    # Each half of the Feistel network has half the bits of count - 1, rounded up.
     return _permute(index, np.uint64(count), np.uint64(key), ((count - 1).bit_length() + 1) // 2)
 
 
@@ -91,6 +92,7 @@ def _permute(index: Any, count: Any, key: Any, half: int) -> Any:
     keys = np.empty(ROUNDS, np.uint64)
     for number in range(ROUNDS):
         keys[number] = mix_bits(key + np.uint64(number) * np.uint64(GOLDEN))
+    # Everything is uint64: numba, as numpy, makes a float64 of uint64 and int64.
     half_ = np.uint64(half)
     side = 1 << half
     mask = np.uint64(side - 1)

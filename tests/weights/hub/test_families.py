@@ -1,4 +1,4 @@
-"""Every family against `transformers`: its folders read, computed with, and its map turned."""
+"""Every family against `transformers`: import, logits and gradients, and export."""
 
 import functools
 
@@ -25,7 +25,7 @@ from trainkit.weights.hub.links import check_links, get_foreign_shapes, make_lin
 
 
 def read(folder, context=tiny.CONTEXT):
-    """Return the decoder that a folder holds."""
+    """Return the decoder in a folder."""
     opened = hub.open_folder(folder, context=context)
     weights = hub.open_folder_weights(opened, dtype=torch.float32)
     (model,) = build_stages(lambda: Decoder(opened.config), solo_parallel(), [], weights=weights)
@@ -65,7 +65,7 @@ def mask_of(config, documents):
 
 
 def near(got, want, what):
-    """Compare as everywhere: max|a - b| / max|b|."""
+    """Compare by max|a - b| / max|b|."""
     assert got.shape == want.shape, what
     # Without rotary positions the bias of keys has no gradient: 0 up to rounding, on both sides.
     assert (got - want).abs().max() <= 1e-5 * want.abs().max() + 1e-8, what
@@ -254,7 +254,7 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size
 
 
 def quantize_folder(folder, block):
-    """Put what a folder's linear layers hold into fp8, as DeepSeek-V3's are; return the values."""
+    """Store a folder's linear layers in fp8, as DeepSeek-V3's; return their values."""
     from safetensors.torch import load_file, save_file
 
     stored, values = {}, {}
@@ -276,7 +276,7 @@ def quantize_folder(folder, block):
 
 @pytest.mark.parametrize(("row", "block"), [("qwen3", [8, 8]), ("deepseek_v3", [12, 20])])
 def test_blocks_in_fp8_are_read_as_what_they_stand_for(row, block, tmp_path):
-    """In any boxes: the last blocks of a matrix are smaller, and a box begins inside of one."""
+    """In any boxes: the last blocks of a matrix are smaller, and a box starts inside a block."""
     theirs = tiny.make_theirs(row)
     theirs.save_pretrained(tmp_path)
     values = quantize_folder(tmp_path, block)
