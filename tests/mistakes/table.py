@@ -703,8 +703,8 @@ MISTAKES = [
         (
             "experts.py",
             "experts compute on the jittered tokens",
-            "        rows, counts, route = self.dispatch(tokens, kept.indices, kept.counts)",
-            "        rows, counts, route = self.dispatch(\n            router_input.to(x.dtype), kept.indices, kept.counts\n        )",
+            "        rows, counts, route = self.dispatch(tokens, limited.indices, limited.counts)",
+            "        rows, counts, route = self.dispatch(\n            router_input.to(x.dtype), limited.indices, limited.counts\n        )",
             "tests/models/test_experts.py",
         ),
         (
