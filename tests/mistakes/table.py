@@ -718,7 +718,7 @@ MISTAKES = [
             "experts.py",
             "the loads that are reported are those of what was kept",
             "torch.stack([balance, z, dropped]), routing.counts.to(z.dtype)])",
-            "torch.stack([balance, z, dropped]), kept.counts.to(z.dtype)])",
+            "torch.stack([balance, z, dropped]), limited.counts.to(z.dtype)])",
             "tests/models/test_experts.py",
         ),
         (
