@@ -29,7 +29,7 @@ from trainkit.types import SOLO, Axis, ConfigError, Share
 
 def train(layout, *, in_backward, rows_per_microbatch=4, exact=False):
     """Take three steps; return numbers and parameters, and bytes: the most of gradients, one's."""
-    text, told, most = corpus(), [], [0]
+    text, messages, most = corpus(), [], [0]
     bins = tk.pack_bins(text.lengths, CAPACITY)
     layout = attrs.evolve(layout, rows_per_microbatch=rows_per_microbatch)
     with tk.parallel_session(dp_replicate=layout.dp_replicate, tp=layout.tp) as ps:
@@ -55,7 +55,7 @@ def train(layout, *, in_backward, rows_per_microbatch=4, exact=False):
             optimizer,
             axis=ps.pp,
             sp=ps.sp_unfolded,
-            log=told.append,
+            log=messages.append,
             reduce=layout.reduce,
         )
         cursor, last, losses, norms = tk.Cursor(), 1.0, [], []
@@ -90,8 +90,8 @@ def train(layout, *, in_backward, rows_per_microbatch=4, exact=False):
         assert [len(group["params"]) for group in optimizer.param_groups] == [
             len([p for p in params if (p.ndim < 2) == vectors]) for vectors in (False, True)
         ]
-        assert len(told) == 1
-        assert "cannot be skipped" in told[0]
+        assert len(messages) == 1
+        assert "cannot be skipped" in messages[0]
         named = {name: full(p) for name, p in tk.get_named_parameters(stages).items()}
         largest = max(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes for p in params)
         return {"losses": losses, "norms": norms, "parameters": named}, most[0], largest
