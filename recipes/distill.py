@@ -1,4 +1,4 @@
-"""Train a small decoder on what a larger one finds likely, and a twin of it on the text alone.
+"""Distil a larger decoder into a small one, and train a twin of that on the text alone.
 
 python recipes/distill.py                            # from runs/pretrain, or a base of its own
 python recipes/distill.py --teacher MODEL --data FOLDER    # a Hugging Face folder, your text
@@ -22,7 +22,7 @@ BETAS = {"forward": 0.0, "js": 0.5, "reverse": 1.0}
 
 @attrs.frozen(kw_only=True)
 class StudentOptions:
-    """The size of the student, which has the vocabulary of its teacher."""
+    """The size of the student; its vocabulary is the teacher's."""
 
     layers: int = attrs.field(default=2, validator=tk.config.positive)
     """Its blocks."""
@@ -39,7 +39,7 @@ class Config(tk.config.RunConfig):
     """Train a small decoder on a larger one's distributions; by default on Python's library."""
 
     out: Path = tk.config.option(Path("runs/distill"), on_resume="ignore")
-    """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
+    """The run directory: configuration, metrics, checkpoints and pictures."""
     steps: int = tk.config.option(120, tk.config.positive, on_resume="ignore")
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
     teacher: Path | None = tk.config.option(None, on_resume="allow")
@@ -53,9 +53,9 @@ class Config(tk.config.RunConfig):
     loss: Literal["forward", "reverse", "js"] = "forward"
     """KL(teacher, student), KL(student, teacher), or the Jensen-Shannon divergence of the two."""
     temperature: float = tk.config.option(1.0, tk.config.positive)
-    """What the logits of both are divided by; the divergence is multiplied by its square."""
+    """Divides the logits of both; the divergence is multiplied by its square."""
     hard: float = tk.config.option(0.5, tk.config.fraction)
-    """The weight of the text's own next tokens; the divergence has the rest. 1: no teacher."""
+    """The weight of the loss of the text's own tokens, out of 1; 1 needs no teacher."""
     compare: bool = tk.config.option(default=True, on_resume="ignore")
     """Train a twin first, on hard labels alone, in the folder hard of the run's directory."""
     eval_every: int = tk.config.option(60, tk.config.non_negative, on_resume="allow")
@@ -139,18 +139,18 @@ def make_soft_labels(cfg, ps, base, batch):
     teacher = build_model(
         cfg, ps, base.config, tk.adapters.open_base_weights(base.path, axis=ps.world)
     )
-    # It is never trained: it has no gradients and no optimizer.
+    # The teacher is never trained: it has no gradients and no optimizer.
     for stage in teacher:
         stage.requires_grad_(False)
-    # A teacher's distribution over all words is large, so that it is never stored: a token keeps
-    # the teacher's last hidden state, and the loss makes logits of it a few tokens at a time. For
-    # this it needs the teacher's output matrix, which is copied once, from any forward pass.
+    # The teacher's distribution of a token has one number per id of the vocabulary, too many to
+    # store. Its last hidden state is stored instead, and the loss computes logits from it for a few
+    # tokens at a time. For this it needs the teacher's output matrix, copied here once.
     head = tk.parallel.make_output_head(teacher, batch)
     loss = tk.losses.add_terms(
         (tk.losses.next_token_linear, cfg.hard),
         (
             tk.objectives.distillation(head, beta=BETAS[cfg.loss], temperature=cfg.temperature),
-            # A temperature T makes gradients 1/T^2 as large.
+            # A temperature T makes gradients 1/T^2 as large (Hinton et al. 2015).
             (1 - cfg.hard) * cfg.temperature**2,
         ),
     )
@@ -161,6 +161,7 @@ def make_soft_labels(cfg, ps, base, batch):
     def teach(microbatches):
         return tk.parallel.add_columns(teacher, microbatches, find_hidden)
 
+    # A hash of the teacher: a run cannot be resumed with another one.
     weights = tk.adapters.exclude_frozen_(teacher, ps, source=base.path)["base"]
     return loss, teach, {"weights of the teacher": weights}
 
@@ -206,7 +207,7 @@ def compare_with_twin(run_dir):
 
 
 def train(cfg, run, base):
-    """Continue from the last checkpoint, or begin, and train until `steps` or until a stop."""
+    """Resume from the last checkpoint, or start, and train until `steps` or until a stop."""
     ps = run.ps
     rows, held_out = open_rows(cfg, run, base.tokenizer, base.template)
     rows_at = tk.sampling.shuffle_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
@@ -229,7 +230,7 @@ def train(cfg, run, base):
     run.describe(stages, rows.bins, rows_per_step=cfg.batch.rows, precision=cfg.precision)
     forward_backward = tk.make_forward_backward(stages, loss, reduce=cfg.layout.reduce)
     train_step = make_train_step(cfg, ps, stages, optimizer, teach, forward_backward)
-    # Held-out text is evaluated by its own tokens, for the student and its twin alike.
+    # Held-out text is evaluated by the loss of its own tokens, which the twin has too.
     evaluate = tk.evaluation.make_evaluator(
         stages, held_out, tk.losses.next_token_linear, rows_per_batch=cfg.batch.microbatch
     )
@@ -245,7 +246,7 @@ def train(cfg, run, base):
         facts=facts,
     )
 
-    # To find where a bad step went wrong it is computed again, and for that the teacher as well.
+    # To find the cause of a bad step it is computed again, the teacher's forward pass included.
     def replay(microbatches, *, denominator):
         return forward_backward(teach(microbatches), denominator=denominator)
 
@@ -270,14 +271,14 @@ def train(cfg, run, base):
             if len(held_out) and loop.is_due(state, cfg.eval_every):
                 state = loop.evaluate(state, evaluate)
             stop = loop.checkpoint(state)
-        # What the teacher was worth: the student's loss beside that of its twin without a teacher.
+        # What the teacher was worth: the loss of the twin without a teacher, and of the student.
         if not stop and cfg.compare and cfg.hard < 1:
             loop.event("result", facts=compare_with_twin(run.dir))
     return run.finish(state, stages, optimizer, stop=stop)
 
 
 def plan_runs(cfg):
-    """Return what is trained, one after the other: the twin on hard labels, and the run itself."""
+    """Return the configurations of the runs: the twin on hard labels, and the student."""
     if not cfg.compare or cfg.hard == 1:
         return [cfg]
     resume = cfg.resume if cfg.resume == "never" else "auto"

@@ -35,9 +35,9 @@ class Config:
     include: Path | None = None
     """A folder with YAML files of further tasks."""
     shots: int | None = None
-    """How many solved examples stand before a task's questions; by default as the task has it."""
+    """The number of solved examples before each question; by default the task's own."""
     limit: int = attrs.field(default=0, validator=tk.config.non_negative)
-    """Take only so many questions of each task; 0 takes all."""
+    """The number of questions of each task; 0 takes all."""
     out: Path | None = None
     """Where results go, a file for each kind; by default one in runs/evaluate."""
     tokenizer: str | None = None
@@ -45,13 +45,13 @@ class Config:
     context: int | None = attrs.field(
         default=None, validator=attrs.validators.optional(tk.config.positive)
     )
-    """The most tokens the model is given; by default a folder's own, a run's rows or its base's."""
+    """The longest input, in tokens; by default that of the folder, or of the run or its base."""
     add_bos: bool | None = None
-    """Begin contexts with BOS; by default where the model's training texts did."""
+    """Start contexts with BOS; by default if the model's training texts did."""
     batch: int = attrs.field(default=8192, validator=tk.config.positive)
     """Tokens that go through the model at once, on each rank."""
     compute: str = attrs.field(default="auto", validator=tk.config.one_of("auto", "fp32", "bf16"))
-    """What is computed in; auto is bf16 on a GPU and fp32 on a CPU."""
+    """The dtype of the computation; auto is bf16 on a GPU and fp32 on a CPU."""
     layout: tk.Layout = tk.config.option(tk.Layout())
 
 
@@ -106,7 +106,7 @@ def begins_with_bos(cfg, trained):
 
 
 def read(cfg, trained):
-    """Return what is to be scored, by kind, and hashes of its files; bad input is refused here."""
+    """Return the items to score by kind, with hashes of their files; bad input is refused here."""
     readers = {
         "perplexity": evaluation.read_texts,
         "choices": evaluation.read_choices,
@@ -169,8 +169,8 @@ def evaluate(cfg, ps, trained, found, manager):
     add_bos = begins_with_bos(cfg, trained)
     # The log-probability of every token. Examples are packed into rows and spread over ranks.
     score = evaluation.make_scorer(stages, tokens_per_batch=cfg.batch)
-    # Lines that an interrupted evaluation has written are not computed again, if they follow from
-    # the same weights, texts and settings.
+    # An interrupted evaluation resumes: lines that were written with the same weights, texts and
+    # settings are not computed again.
     no_optimizer = torch.optim.SGD(tk.get_parameters(stages))
     facts = {
         "model": tk.state_hash(tk.TrainState(), stages, no_optimizer, ps),

@@ -1,4 +1,4 @@
-"""Teach a trained decoder to answer: loss on the assistant's words alone, one token like another.
+"""Supervised fine-tuning: teach a pretrained decoder to answer, by the assistant's tokens alone.
 
 python recipes/finetune.py                            # from runs/pretrain, or a base of its own
 python recipes/finetune.py --init MODEL --data chats.jsonl    # from a Hugging Face folder
@@ -21,18 +21,18 @@ import trainkit as tk
 
 @attrs.frozen(kw_only=True)
 class AdapterOptions:
-    """What is trained with --method lora or qlora, where the matrices are frozen."""
+    """Adapters, with --method lora or qlora: small trained matrices next to frozen ones."""
 
     rank: int = attrs.field(default=32, validator=tk.config.positive)
     """The rank of each adapter."""
     alpha: float = attrs.field(default=96.0, validator=tk.config.positive)
-    """What an adapter's product is scaled by, over its rank."""
+    """An adapter's product is scaled by alpha / rank."""
     adapter_dropout: float = attrs.field(default=0.0, validator=tk.config.fraction)
-    """The part of an adapter's input that is dropped."""
+    """The dropout probability of an adapter's input."""
     adapted: str = r"layers\.\d+\.(attention|mlp)\.\w+"
-    """A regular expression of the names of the matrices that get one."""
+    """A regular expression of the names of the matrices that have adapters."""
     dora: bool = False
-    """Learn the length of each row apart from its direction."""
+    """DoRA: learn the length of each row separately from its direction."""
 
 
 @attrs.frozen(kw_only=True)
@@ -40,7 +40,7 @@ class Config(tk.config.RunConfig):
     """Teach a trained decoder to answer; by default, what functions of Python's library do."""
 
     out: Path = tk.config.option(Path("runs/finetune"), on_resume="ignore")
-    """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
+    """The run directory: configuration, metrics, checkpoints and pictures."""
     steps: int = tk.config.option(275, tk.config.positive, on_resume="ignore")
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
     init: Path | None = tk.config.option(None, on_resume="allow")
@@ -63,7 +63,7 @@ class Config(tk.config.RunConfig):
         ("def is_open(self)", "def get_version(name)", "def remove_file(path, force=False)"),
         on_resume="allow",
     )
-    """What the model is asked when it is evaluated, for you to read its answers."""
+    """Questions whose answers are printed after each evaluation."""
     batch: tk.config.RowOptions = tk.config.RowOptions()
     linear: tk.config.LinearOptions = tk.config.LinearOptions()
     optim: tk.config.OptimizerOptions = tk.config.OptimizerOptions(lr=3e-3, schedule_steps=275)
@@ -82,8 +82,8 @@ def open_rows(cfg, run, tokenizer):
         max_length=cfg.batch.row_length,
         log=run.log,
     )
-    # One conversation in twenty is held out; none is in both parts. Several are packed into a row,
-    # and none sees another.
+    # One conversation in twenty is held out. Several are packed into a row, and each attends only
+    # to itself.
     rows, held_out = tk.data.split_held_out(
         corpus,
         tk.corpora.held_out_documents(corpus),
@@ -117,7 +117,7 @@ def change_matrices(cfg):
 
 def build(cfg, ps, base):
     """Return this rank's part of the model, with its weights, and its optimizer."""
-    # What is done to the model for the layout, after what was done to its matrices above.
+    # The transforms for the layout come after those of the matrices.
     plan = tk.parallel.make_decoder_plan(
         cfg.layout,
         precision=cfg.precision,
@@ -130,12 +130,12 @@ def build(cfg, ps, base):
         functools.partial(tk.models.Decoder, base.config, head="hidden"),
         ps,
         [*change_matrices(cfg), *plan],
-        # Read from a run, a checkpoint or a folder, by each rank its own part. Adapters are new.
+        # Each rank reads its part of a run, a checkpoint or a folder. Adapters are new.
         weights=tk.adapters.open_base_weights(base.path, axis=ps.world),
         schedule=cfg.layout.schedule,
         call=tk.models.call_routed,  # serves decoders with experts and without, and dropout
     )
-    # It steps what is trainable: with adapters, these alone.
+    # Frozen parameters are left out: with adapters, these alone are stepped.
     optimizer = tk.optim.make_optimizer(
         stages,
         optimizer=cfg.optim.optimizer,
@@ -188,7 +188,7 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
 
 
 def train(cfg, run, tokenizer, base, first):
-    """Continue from the last checkpoint, or begin, and train until `steps` or until a stop."""
+    """Resume from the last checkpoint, or start, and train until `steps` or until a stop."""
     ps = run.ps
     # Data: rows of conversations, gone through once per epoch, each epoch in an order of its own.
     rows, held_out, counts = open_rows(cfg, run, tokenizer)
@@ -204,7 +204,7 @@ def train(cfg, run, tokenizer, base, first):
         noise_seed=cfg.seed if cfg.adapters.adapter_dropout > 0 else None,
     )
 
-    # The model, its optimizer, and what trains and evaluates it.
+    # The model, its optimizer, and the functions that train and evaluate it.
     if base.config.width >= 512 and cfg.optim.lr == 3e-3:
         run.log("warning: --lr 3e-3 suits small models: large ones want about 2e-5, adapters 2e-4")
     stages, optimizer = build(cfg, ps, base)
@@ -216,7 +216,7 @@ def train(cfg, run, tokenizer, base, first):
         stages, held_out, loss, rows_per_batch=cfg.batch.microbatch
     )
 
-    # What the run must be continued with. The context is the longest text that the model is for.
+    # Facts that a resumed run must share. The context is the longest text that the model is for.
     facts = {"context": max(cfg.batch.row_length, base.full_context)}
     if cfg.method != "full":
         # Checkpoints then hold the adapters alone, and a hash of the frozen base.
@@ -248,7 +248,7 @@ def train(cfg, run, tokenizer, base, first):
         ) as loop,
     ):
         loop.event("packing", step=state.step, facts={**rows.report, **counts})
-        # Evaluated before the first step too, so that one sees what was learned.
+        # Evaluated before the first step too, to see what was learned.
         if len(held_out) and cfg.eval_every and state.step == 0:
             run.log(f"the weights of {base.path}, before:")
             state = loop.evaluate(state, evaluate)
@@ -279,9 +279,9 @@ def answer_questions(cfg, stages, tokenizer):
 
 
 def main(argv=None):
-    """Read the configuration, refuse what does not fit, open the process groups, and train."""
+    """Read the configuration, check it, open the process groups, and train."""
     cfg = tk.config.load_config(Config, argv)
-    # The model to build, and where the weights are that the run begins with, or began with.
+    # The model to build, and its initial weights: those of --init, or of the run that is resumed.
     first = tk.checkpoint.find_initial_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
     base = tk.hub.open_model(
         first.path or tk.hub.ensure_base_run(Path(__file__).parent),
@@ -289,8 +289,8 @@ def main(argv=None):
         context=cfg.batch.row_length,
     )
     first = first.resolved(base.path)
-    # What flags leave open is settled here, and written down with the run: above all how a
-    # conversation is written, which must be as the base has learned it.
+    # What flags leave open is decided here, and stored with the run: above all how a conversation
+    # is written, which must be as the base has learned it.
     cfg = attrs.evolve(
         cfg,
         init=first.source,

@@ -27,7 +27,7 @@ class Config(tk.config.RunConfig):
     """
 
     out: Path = tk.config.option(Path("runs/long_context"), on_resume="ignore")
-    """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
+    """The run directory: configuration, metrics, checkpoints and pictures."""
     steps: int = tk.config.option(30, tk.config.positive, on_resume="ignore")
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
     data: Path | None = tk.config.option(None, on_resume="allow")
@@ -133,7 +133,7 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
 
 
 def train(cfg, run, tokenizer, model):
-    """Continue from the last checkpoint, or begin, and train until `steps` or until a stop."""
+    """Resume from the last checkpoint, or start, and train until `steps` or until a stop."""
     ps = run.ps
     run.log(f"reading {cfg.data or 'the source of the standard library'}")
     corpus = open_documents(cfg, tokenizer)
@@ -199,7 +199,7 @@ def train(cfg, run, tokenizer, model):
 
 
 def main(argv=None):
-    """Read the configuration, refuse what does not fit, open the process groups, and train."""
+    """Read the configuration, check it, open the process groups, and train."""
     cfg = tk.config.load_config(Config, argv)
     cfg = attrs.evolve(cfg, precision=tk.parallel.resolve_precision(cfg.precision))
     tokenizer = tk.tokenizers.open_tokenizer(cfg.tokenizer)

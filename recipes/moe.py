@@ -22,40 +22,40 @@ import trainkit as tk
 class Config(tk.config.RunConfig):
     """Train a decoder whose layers have experts; by default a small one, on Python's library.
 
-    Every layer but the first has experts in place of its MLP, and a shared expert beside them. One
+    Every layer but the first has experts in place of its MLP, and a shared expert. One
     expert is mlp width / (chosen + 1) wide, so a token meets as many weights as in the dense size.
     """
 
     out: Path = tk.config.option(Path("runs/moe"), on_resume="ignore")
-    """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
+    """The run directory: configuration, metrics, checkpoints and pictures."""
     steps: int = tk.config.option(400, tk.config.positive, on_resume="ignore")
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
     data: Path | None = tk.config.option(None, on_resume="allow")
     """A text file, a directory of them, .jsonl, .tokens and others; by default Python's library."""
     tokenizer: str | None = tk.config.option(None, on_resume="allow")
-    """bytes, or a tokenizer.json; by default that of init, or beside the data, or bytes."""
+    """bytes, or a tokenizer.json; by default that of init, of the data's folder, or bytes."""
     cache: Path | None = tk.config.option(Path("runs/cache"), on_resume="allow")
     """Where packings are cached for the next run; None for no cache."""
     init: Path | None = tk.config.option(None, on_resume="allow")
-    """A Hugging Face folder of a mixture to begin with, in place of size, experts and balance."""
+    """A Hugging Face folder of a mixture to start from, in place of size, experts and balance."""
     size: str = "tiny"
     """The dense size that layers get experts in; see trainkit.models.list_decoder_sizes."""
     experts: int = tk.config.option(8, tk.config.positive)
-    """How many experts a layer has."""
+    """The number of experts of a layer."""
     chosen: int = tk.config.option(2, tk.config.positive)
-    """How many of them a token goes to."""
+    """The number of experts that a token goes to."""
     balance: Literal["bias", "loss"] = "bias"
-    """What balances experts: a bias of the choice, without a loss; or an auxiliary loss."""
+    """How experts are balanced: by a bias of the choice, or by an auxiliary loss."""
     bias_rate: float = tk.config.option(0.01, tk.config.non_negative, on_resume="allow")
-    """By how much a step moves the biases at most; it falls at the end, as the learning rate."""
+    """The largest change of a bias in a step; it decays as the learning rate does."""
     loss_weight: float = tk.config.option(0.01, tk.config.non_negative, on_resume="allow")
-    """What the auxiliary loss, a mean over the layers, is multiplied by; 0.01 to 0.1 balance."""
+    """The weight of the auxiliary loss, a mean over the layers; 0.01 to 0.1 balances."""
     eval_every: int = tk.config.option(200, tk.config.non_negative, on_resume="allow")
     """Evaluate on held-out documents every so many steps, and at the end; 0 for never."""
     prompt: str = tk.config.option("def ", on_resume="allow")
     """What the model continues when it is evaluated."""
     sample: int = tk.config.option(120, tk.config.positive, on_resume="allow")
-    """How many tokens it then writes, for you to read."""
+    """The number of tokens that it writes."""
     batch: tk.config.RowOptions = tk.config.RowOptions()
     optim: tk.config.OptimizerOptions = tk.config.OptimizerOptions(lr=4e-3, schedule_steps=400)
 
@@ -86,7 +86,7 @@ def choose_model(cfg, tokenizer):
 
 def build(cfg, ps, model, first):
     """Return this rank's part of the model, and its optimizer."""
-    # With --ep, experts are spread over ranks; tokens travel to their experts and back.
+    # With --ep, experts are sharded over ranks; tokens are dispatched to their experts and back.
     plan = tk.parallel.make_decoder_plan(
         cfg.layout,
         precision=cfg.precision,
@@ -104,7 +104,7 @@ def build(cfg, ps, model, first):
         plan,
         weights=weights,
         schedule=cfg.layout.schedule,
-        # The model also returns what its routers have counted. Padding goes to no expert.
+        # The output also has the sums of the routers: loads and losses. Padding goes to no expert.
         call=tk.models.call_routed,
     )
     optimizer = tk.optim.make_optimizer(
@@ -135,8 +135,8 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
 
     def train_step(state, batch):
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
-        # Two denominators: the loss is a mean over the tokens that are trained on, the balance one
-        # over all that were routed, and these include tokens without a label.
+        # Two denominators: the loss is a mean over the tokens with a label, the balance loss one
+        # over all tokens that were routed.
         routed = tk.all_sum(tk.count_tokens(batch.microbatches), ps.loss)
         # The rest of the step is that of pretrain.py, up to the biases.
         scale = tk.health.get_loss_scale(state.health, cfg.precision)
@@ -169,7 +169,7 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
 
 
 def train(cfg, run, tokenizer, model, first):
-    """Continue from the last checkpoint, or begin, and train until `steps` or until a stop."""
+    """Resume from the last checkpoint, or start, and train until `steps` or until a stop."""
     ps = run.ps
     # The data of pretrain.py, and the same documents held out.
     corpora = tk.corpora.open_corpora(
@@ -195,7 +195,7 @@ def train(cfg, run, tokenizer, model, first):
         pad_id=tokenizer.pad_id or 0,
     )
 
-    # The model, its optimizer, and what trains and evaluates it.
+    # The model, its optimizer, and the functions that train and evaluate it.
     stages, optimizer = build(cfg, ps, model, first)
     run.describe(stages, rows.bins, rows_per_step=cfg.batch.rows, precision=cfg.precision)
     # Adds the auxiliary loss to that of the tokens, and reports the load of each expert. Where the
@@ -256,7 +256,7 @@ def train(cfg, run, tokenizer, model, first):
 
 
 def main(argv=None):
-    """Read the configuration, refuse what does not fit, open the process groups, and train."""
+    """Read the configuration, check it, open the process groups, and train."""
     cfg = tk.config.load_config(Config, argv)
     first = tk.checkpoint.find_initial_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
     data = (cfg.data,) if cfg.data else ()

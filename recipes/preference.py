@@ -23,7 +23,7 @@ class Config(tk.config.RunConfig):
     """Teach a decoder which of two answers is better; by default, one that ends."""
 
     out: Path = tk.config.option(Path("runs/preference"), on_resume="ignore")
-    """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
+    """The run directory: configuration, metrics, checkpoints and pictures."""
     steps: int = tk.config.option(60, tk.config.positive, on_resume="ignore")
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
     init: Path | None = tk.config.option(None, on_resume="allow")
@@ -35,9 +35,9 @@ class Config(tk.config.RunConfig):
     template: str | None = tk.config.option(None, on_resume="allow")
     """How a conversation is written: chatml, llama3, qwen3, a folder's; by default that of init."""
     loss: Literal["dpo", "ipo", "kto", "simpo", "orpo"] = "dpo"
-    """What a pair costs; the first three compare with the weights of the start."""
+    """The loss of a pair; the first three compare with the initial weights."""
     beta: float | None = tk.config.option(None, attrs.validators.optional(tk.config.positive))
-    """How much a log-ratio counts, or of ORPO the odds; by default 0.1, and 2 of SimPO."""
+    """The factor of the log-ratios (ORPO: of the odds ratio); by default 0.1, for SimPO 2."""
     eval_every: int = tk.config.option(60, tk.config.non_negative, on_resume="allow")
     """Evaluate on held-out pairs before, every so many steps, and at the end; 0: never."""
     batch: tk.config.RowOptions = tk.config.RowOptions(row_length=512, rows=4, microbatch=2)
@@ -82,17 +82,17 @@ def build(cfg, ps, base):
 def make_loss(cfg, ps):
     """Return the loss of pairs, or with KTO of answers: a sum over them."""
     # A loss needs the log-probability of a whole answer. With --ring or --ulysses its tokens are
-    # on several ranks, so it sums over these.
+    # on several ranks, and the loss sums over these.
     loss = getattr(tk.objectives, cfg.loss)
     return loss(axis=ps.sp) if cfg.beta is None else loss(cfg.beta, axis=ps.sp)
 
 
 def add_references(cfg, run, stages, rows, held_out):
-    """Return rows that know what the first weights say of their answers, and the mismatched rows.
+    """Return the rows with the reference's log-probabilities, and the mismatched rows of KTO.
 
-    DPO and its kin ask how far the model has moved from the reference, its own first weights. The
-    reference never changes, so it is not kept as a second model: its log-probabilities are written
-    to files in the run directory before the first step, as a column beside the tokens.
+    DPO, IPO and KTO measure how far the model has moved from the reference, its own initial
+    weights. These never change, so no second model is needed: the log-probabilities of all tokens
+    are computed once, before the first step, and stored in the run directory as one more column.
     """
 
     def add(rows, file):
@@ -106,13 +106,15 @@ def add_references(cfg, run, stages, rows, held_out):
             log=run.log,
         )
 
+    # A resumed run reads the files again: its weights are not the reference any more.
     is_new = cfg.resume == "never" or not tk.checkpoint.list_checkpoints(run.dir / "checkpoints")
     facts = {"compute": cfg.precision.compute}
     if is_new:
         facts["weights"] = tk.checkpoint.hash_weights(stages, run.ps)
     others, other_held_out = None, None
     if cfg.loss == "kto":
-        # KTO measures how far the model has moved in general on answers to other prompts.
+        # KTO takes single answers, good or bad. It compares each with how far the model has moved
+        # in general (a KL divergence), which it measures on answers to other prompts.
         others = add(tk.corpora.pack_mismatched_answers(rows), "others.tokens")
         if len(held_out):
             other_held_out = add(tk.corpora.pack_mismatched_answers(held_out), "held_others.tokens")
@@ -123,7 +125,7 @@ def add_references(cfg, run, stages, rows, held_out):
 
 
 def measure_kl(ps, stages, batches):
-    """Return the mean log-ratio of answers to prompts that are not theirs, equal on all ranks."""
+    """Return the mean log-ratio of answers to other prompts, equal on all ranks."""
     return tk.evaluate(stages, batches, tk.objectives.log_ratio(axis=ps.sp))["kl"]
 
 
@@ -203,7 +205,7 @@ def make_evaluator(cfg, ps, stages, held_out, others):
 
 
 def train(cfg, run, tokenizer, base, first):
-    """Continue from the last checkpoint, or begin, and train until `steps` or until a stop."""
+    """Resume from the last checkpoint, or start, and train until `steps` or until a stop."""
     ps = run.ps
     # Document 2i is the chosen answer of pair i, 2i + 1 the rejected one. Both halves of a pair
     # are in the same row, so that a loss finds them in one microbatch.
@@ -213,7 +215,7 @@ def train(cfg, run, tokenizer, base, first):
     pairs, held_out = tk.corpora.split_pairs(
         corpus, cfg.batch.row_length, multiple_of=cfg.batch.multiple_of, log=run.log
     )
-    # The model, and what its weights say before the first step.
+    # The model, and the log-probabilities of its initial weights.
     stages, optimizer = build(cfg, ps, base)
     rows, held_out, others, other_held_out = add_references(cfg, run, stages, pairs, held_out)
     run.describe(stages, rows.bins, rows_per_step=cfg.batch.rows, precision=cfg.precision)
@@ -234,7 +236,7 @@ def train(cfg, run, tokenizer, base, first):
         )
 
     def prepare(batch):
-        """Measure the KL of KTO by as many mismatched answers, with the weights of the moment."""
+        """Add KTO's estimate of the KL divergence, by as many mismatched answers as answers."""
         if others is None:
             return batch
         mismatched = tk.make_step_batch(
@@ -287,7 +289,7 @@ def train(cfg, run, tokenizer, base, first):
         ) as loop,
     ):
         loop.event("packing", step=state.step, facts=rows.report)
-        # Evaluated before the first step too, so that one sees what was learned.
+        # Evaluated before the first step too, to see what was learned.
         if len(held_out) and cfg.eval_every and state.step == 0:
             state = loop.evaluate(state, evaluate)
         while state.step < cfg.steps and not stop:
@@ -297,7 +299,7 @@ def train(cfg, run, tokenizer, base, first):
             if len(held_out) and loop.is_due(state, cfg.eval_every):
                 state = loop.evaluate(state, evaluate)
             stop = loop.checkpoint(state)
-        # A result says whether it was learned: the first and the last value of an evaluation.
+        # The first and the last value of each evaluation, for people to compare.
         rewards = ("desirable_reward", "undesirable_reward") if cfg.loss == "kto" else ("margin",)
         for name in ("loss", *rewards) if not stop else ():
             loop.result(f"eval/{name}")
@@ -305,7 +307,7 @@ def train(cfg, run, tokenizer, base, first):
 
 
 def main(argv=None):
-    """Read the configuration, refuse what does not fit, open the process groups, and train."""
+    """Read the configuration, check it, open the process groups, and train."""
     cfg = tk.config.load_config(Config, argv)
     first = tk.checkpoint.find_initial_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
     base = tk.hub.open_model(

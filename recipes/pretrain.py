@@ -18,14 +18,14 @@ import attrs
 import trainkit as tk
 
 
-# Each field is a flag, --eval-every for eval_every, and its text is what --help prints. `change`
-# says whether a run may be continued with another value; where nothing is said it may not.
+# Each field is a flag, --eval-every for eval_every, and the text below it is what --help prints.
+# `on_resume` says whether a run may be resumed with another value; by default it may not.
 @attrs.frozen(kw_only=True)
 class Config(tk.config.RunConfig):
     """Train a decoder from scratch; by default a small one, on the source of Python's library."""
 
     out: Path = tk.config.option(Path("runs/pretrain"), on_resume="ignore")
-    """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
+    """The run directory: configuration, metrics, checkpoints and pictures."""
     steps: int = tk.config.option(650, tk.config.positive, on_resume="ignore")
     """Stop after this step. Nothing else depends on it: see schedule-steps."""
     data: tuple[Path, ...] = tk.config.option((), on_resume="allow")
@@ -33,11 +33,11 @@ class Config(tk.config.RunConfig):
     field: str = tk.config.option("text", on_resume="allow")
     """The field of JSON lines, parquet or arrow files that holds the text."""
     tokenizer: str | None = tk.config.option(None, on_resume="allow")
-    """bytes, or a tokenizer.json; by default that of init, or beside the data, or bytes."""
+    """bytes, or a tokenizer.json; by default that of init, of the data's folder, or bytes."""
     cache: Path | None = tk.config.option(Path("runs/cache"), on_resume="allow")
     """Where packings are cached for the next run; None for no cache."""
     init: Path | None = tk.config.option(None, on_resume="allow")
-    """A Hugging Face folder whose architecture, weights and tokenizer to begin with."""
+    """A Hugging Face folder to start from: its architecture, weights and tokenizer."""
     size: str = "tiny"
     """A named model size, where there is no init; see trainkit.models.list_decoder_sizes."""
     eval_every: int = tk.config.option(325, tk.config.non_negative, on_resume="allow")
@@ -45,7 +45,7 @@ class Config(tk.config.RunConfig):
     prompt: str | None = tk.config.option(None, on_resume="allow")
     """What the model continues after an evaluation; by default the start of a held-out text."""
     sample: int = tk.config.option(120, tk.config.positive, on_resume="allow")
-    """How many tokens it then writes, for you to read."""
+    """The number of tokens that it writes."""
     batch: tk.config.RowOptions = tk.config.RowOptions()
     linear: tk.config.LinearOptions = tk.config.LinearOptions()
     optim: tk.config.OptimizerOptions = tk.config.OptimizerOptions(lr=4e-3, schedule_steps=650)
@@ -60,7 +60,7 @@ def choose_model(cfg, num_ids):
 
 
 def make_linear_transforms(cfg):
-    """Return the transforms, one or none, that let linear layers compute in few bits."""
+    """Return the transforms, one or none, that let linear layers compute in low precision."""
     return tk.adapters.make_linear_transforms(cfg.linear.linears, cfg.linear.linear_modules)
 
 
@@ -158,7 +158,7 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
 
 
 def train(cfg, run, tokenizer, model, first):
-    """Continue from the last checkpoint, or begin, and train until `steps` or until a stop."""
+    """Resume from the last checkpoint, or start, and train until `steps` or until a stop."""
     # This rank's view of the parallel layout. Its fields are mesh axes: `ps.world` is all ranks,
     # `ps.loss` the ranks that hold different tokens, and `ps.data_shard` says which part of a batch
     # this rank reads.
@@ -224,7 +224,7 @@ def train(cfg, run, tokenizer, model, first):
         context=cfg.batch.row_length,
     )
     if cfg.init and state.step == 0:
-        run.log(f"beginning with the weights of {cfg.init}")
+        run.log(f"starting from the weights of {cfg.init}")
 
     stop = None
     with (
@@ -279,9 +279,9 @@ def sample(cfg, stages, tokenizer, held_out):
 
 
 def main(argv=None):
-    """Read the configuration, refuse what does not fit, open the process groups, and train."""
+    """Read the configuration, check it, open the process groups, and train."""
     cfg = tk.config.load_config(Config, argv)
-    # What a flag leaves open is settled here, and written down with the run.
+    # What flags leave open is decided here, and stored with the run.
     first = tk.checkpoint.find_initial_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
     cfg = attrs.evolve(
         cfg,
@@ -291,14 +291,14 @@ def main(argv=None):
     )
     tokenizer = tk.tokenizers.open_tokenizer(cfg.tokenizer)
     model = choose_model(cfg, tokenizer.vocab_size)
-    # All that does not fit together is named at once, before anything is built.
+    # All problems of the layout are reported at once, before anything is built.
     tk.parallel.check_layout(
         cfg.layout,
         model,
         cfg.batch,
         others=tk.adapters.problems(make_linear_transforms(cfg), model),
     )
-    # Opens the process groups, locks the run directory, and answers signals and lost ranks.
+    # Opens the process groups, locks the run directory, and handles signals and lost ranks.
     with tk.open_run(
         cfg.out, layout=cfg.layout, timeouts=cfg.timeouts, numerics=cfg.numerics, config=cfg
     ) as run:

@@ -1,13 +1,13 @@
-"""Reinforce answers that a checker rewards: small sums, sampled by the model that learns them.
+"""Reinforcement learning from verifiable rewards (GRPO): a decoder learns to add numbers.
 
 python recipes/reinforce.py                              # learns a little from examples first
 torchrun --nproc-per-node 2 recipes/reinforce.py         # two, and the same losses
 python recipes/reinforce.py --init MODEL --supervised 0  # a run or a Hugging Face folder
 python recipes/reinforce.py --sampled answers.jsonl      # answers of another sampler
 
-Three of four examples that the model first imitates forget to carry, and so it learns to forget as
-well; the checker knows the sums, and its rewards alone make the rarer way the usual one. Sums are
-written backwards, units first, which a small decoder learns in seconds.
+The model first imitates examples, of which three in four forget to carry, and so it mostly forgets
+too. Then it samples answers of its own, and a function rewards the right ones: these rewards alone
+make it carry. Sums are written backwards, units first, which a small decoder learns in seconds.
 
 The frame is that of pretrain.py, whose comments explain it. The comments here are about rollouts.
 """
@@ -23,40 +23,40 @@ import trainkit as tk
 
 @attrs.frozen(kw_only=True)
 class RolloutOptions:
-    """What is sampled between updates."""
+    """A rollout: the answers that are sampled between updates."""
 
     prompts: int = attrs.field(default=32, validator=tk.config.positive)
     """Problems in a rollout."""
     answers: int = attrs.field(default=8, validator=attrs.validators.ge(2))
-    """Answers to each, whose rewards are compared with each other."""
+    """Answers per prompt, whose rewards are compared with each other."""
     updates: int = attrs.field(default=2, validator=tk.config.positive)
-    """Steps for each rollout, on a part of it each; the last is on answers so many steps old."""
+    """Steps per rollout, each on a part of it; the last part is this many steps old."""
     max_new_tokens: int = attrs.field(default=4, validator=tk.config.positive)
-    """An answer is cut off after so many tokens, and then earns nothing."""
+    """The longest answer; one that is cut off has no reward."""
     clip: float = attrs.field(default=0.2, validator=tk.config.fraction)
-    """How much likelier or less likely a token may become by the updates of a rollout."""
+    """PPO's clip range: the relative change of a token's probability that still adds gradient."""
     sampled: Path | None = tk.config.option(None, on_resume="allow")
     """Answers of another sampler, .jsonl or .parquet: prompt, ids, logprobs, truncated."""
 
 
 @attrs.frozen(kw_only=True)
 class Config(tk.config.RunConfig):
-    """Reinforce answers that a checker rewards; by default, to sums of two numbers."""
+    """Reinforcement learning from verifiable rewards: sums of two numbers."""
 
     out: Path = tk.config.option(Path("runs/reinforce"), on_resume="ignore")
-    """The run directory: configuration, metrics, checkpoints and pictures. It is made."""
+    """The run directory: configuration, metrics, checkpoints and pictures."""
     steps: int = tk.config.option(280, tk.config.positive, on_resume="ignore")
     """Stop after this step, a multiple of updates. Nothing else depends on it."""
     supervised: int = tk.config.option(200, tk.config.non_negative)
-    """So many steps first imitate examples, which answer some of the problems."""
+    """The number of first steps, which imitate examples."""
     init: Path | None = tk.config.option(None, on_resume="allow")
-    """A run, a checkpoint or a Hugging Face folder to begin with; by default new weights."""
+    """A run, a checkpoint or a Hugging Face folder to start from; by default new weights."""
     tokenizer: str | None = tk.config.option(None, on_resume="allow")
     """bytes, or a tokenizer.json with an EOS; by default that of init, or bytes."""
     size: str = "tiny"
     """A named model size, of new weights; see trainkit.models.list_decoder_sizes."""
     eval_every: int = tk.config.option(40, tk.config.positive, on_resume="allow")
-    """Ask what is held out after the supervised steps, every so many steps, and at the end."""
+    """Evaluate on held-out problems after the supervised steps, every so many, and at the end."""
     batch: tk.config.RowOptions = tk.config.RowOptions(
         row_length=64, rows=8, microbatch=32, multiple_of=4
     )
@@ -65,14 +65,14 @@ class Config(tk.config.RunConfig):
 
 
 def check(prompt, answer):
-    """Return what an answer earns: 1 if it is the sum, units first, else 0."""
+    """Return the reward of an answer: 1 if it is the sum, units first, else 0."""
     return float(answer == str(sum(map(int, prompt.rstrip("=").split("+"))))[::-1])
 
 
 def make_problems(cfg):
-    """Return examples to imitate, problems to sample answers to, and problems held out from both.
+    """Return examples to imitate, problems to sample answers to, and held-out problems.
 
-    Each with an answer; the examples with four, of which three forget to carry.
+    All have the right answer; each example also has three that forget to carry.
     """
 
     def make_problem(a, b):
@@ -87,8 +87,8 @@ def make_problems(cfg):
         for problem, right, forgetful in problems[100:400]
         for answer in (right, forgetful, forgetful, forgetful)
     ]
-    held_out, asked = ([(x, right) for x, right, _ in p] for p in (problems[:100], problems[100:]))
-    return examples, asked, held_out
+    solved = [(problem, right) for problem, right, _ in problems]
+    return examples, solved[100:], solved[:100]
 
 
 def build(cfg, ps, model, path):
@@ -129,9 +129,9 @@ def build(cfg, ps, model, path):
 
 def make_forward_backward(cfg, stages):
     """Return forward_backward: the policy gradient of sampled answers, else the cross entropy."""
-    # PPO's objective: the gain of a token is clipped once the updates have made it 20 % likelier,
-    # or less likely, than it was when it was sampled. Answers of another sampler are weighted by
-    # how likely the trainer finds them too, twice at most.
+    # PPO's objective: a token adds no more to the gradient once the updates have made it 20 %
+    # likelier, or less likely, than it was when it was sampled. Answers of another sampler have
+    # importance weights, the trainer's probability over the sampler's, of at most 2.
     clip = tk.objectives.ppo_clip(cfg.rollout.clip, cfg.rollout.clip)
     sampler = tk.objectives.PolicyOptions(most_importance=2.0 if cfg.rollout.sampled else None)
     policy = tk.objectives.policy_gradient(clip, added=sampler)
@@ -184,7 +184,7 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
 
 
 def make_sampler(cfg, ps, model, sample_answers, tokenizer, problems):
-    """Return sample(number), the answers of a rollout: this model's, or those of a file."""
+    """Return sample(number): the answers of a rollout, of this model or from a file."""
     size = cfg.rollout.prompts * cfg.rollout.answers
     if cfg.rollout.sampled:
         return tk.generation.make_answer_reader(
@@ -215,13 +215,13 @@ def make_rollouts(cfg, ps, stages, sample, make_batch):
     """Return roll_out(number, cursor): a batch for each update, and a report of the answers."""
 
     def roll_out(number, cursor):
-        # GRPO: an answer is as good as its reward is above the mean of the answers to the same
-        # prompt, in their standard deviations. There is no value network.
+        # GRPO: the advantage of an answer is its reward minus the mean reward of the answers to
+        # the same prompt, over their standard deviation. There is no value network.
         answers = sample(number)
         checked = tk.generation.compute_rewards(check, answers, axis=ps.world)
         advantages = tk.generation.compute_advantages(answers, checked)
-        # Each update takes a part of the answers. From here on they are packed and spread over
-        # ranks as any corpus is; advantages are a column beside the tokens.
+        # Each update takes a part of the answers. They are packed and sharded over ranks as any
+        # corpus is; every token has its answer's advantage, in one more column.
         parts = tk.generation.split_rollout(
             answers,
             advantages,
@@ -233,7 +233,8 @@ def make_rollouts(cfg, ps, stages, sample, make_batch):
         for part in parts:
             rows = np.arange(len(part))
             batch = make_batch(part, lambda _, rows=rows: rows, cursor)
-            # How likely the tokens are by the weights that sampled them: before the first update.
+            # The log-probabilities of the tokens under the weights that sampled them, before the
+            # first update changes these: PPO compares with them.
             microbatches = tk.generation.add_old_logprobs(stages, batch.microbatches)
             batches.append(attrs.evolve(batch, microbatches=microbatches))
             cursor = batch.cursor
@@ -248,7 +249,7 @@ def make_rollouts(cfg, ps, stages, sample, make_batch):
 
 
 def make_evaluator(cfg, ps, stages, sample_answers, held_out, rows):
-    """Return evaluate(): how many greedy answers are right, and the loss of the right ones."""
+    """Return evaluate(): the share of right greedy answers, and the loss of right answers."""
     evaluate_loss = tk.evaluation.make_evaluator(
         stages, rows, tk.losses.next_token_linear, rows_per_batch=cfg.batch.microbatch
     )
@@ -257,17 +258,16 @@ def make_evaluator(cfg, ps, stages, sample_answers, held_out, rows):
         answers = sample_answers([problem for problem, _ in held_out], temperature=0.0)
         checked = tk.generation.compute_rewards(check, answers, axis=ps.world)
         success = sum(checked.rewards) / len(held_out)
-        # The best checkpoints are those of the lowest score.
+        # The lower the score, the better the checkpoint.
         return {**evaluate_loss(), "success": success, "score": -success}
 
     return evaluate
 
 
 def train(cfg, run, tokenizer, model, first, context):
-    """Continue from the last checkpoint, or begin, and train until `steps` or until a stop."""
+    """Resume from the last checkpoint, or start, and train until `steps` or until a stop."""
     ps = run.ps
-    # Three kinds of problems: with answers to imitate, to be asked in rollouts, and held out.
-    examples, asked, held_out = make_problems(cfg)
+    examples, problems, held_out = make_problems(cfg)
     pack = functools.partial(
         tk.corpora.pack_examples,
         capacity=cfg.batch.row_length,
@@ -281,8 +281,8 @@ def train(cfg, run, tokenizer, model, first, context):
     forward_backward = make_forward_backward(cfg, stages)
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
 
-    # How the model is asked, in rollouts and in evaluations. Prompts are spread over the ranks that
-    # read different rows; all ranks get all answers.
+    # Samples answers, in rollouts and in evaluations. Prompts are sharded over the ranks that read
+    # different rows; all ranks get all answers.
     sample_answers = functools.partial(
         tk.generation.sample_answers,
         stages,
@@ -290,7 +290,7 @@ def train(cfg, run, tokenizer, model, first, context):
         max_new_tokens=cfg.rollout.max_new_tokens,
         context=cfg.batch.row_length,
     )
-    # How rows become the microbatches of a step, of examples and of rollouts alike.
+    # Makes the microbatches of a step, from rows of examples or of a rollout.
     make_batch = functools.partial(
         tk.make_step_batch,
         rows_per_microbatch=cfg.batch.microbatch,
@@ -299,7 +299,7 @@ def train(cfg, run, tokenizer, model, first, context):
         pad_id=tokenizer.pad_id or 0,
     )
     rows_at = tk.sampling.shuffle_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
-    sample = make_sampler(cfg, ps, model, sample_answers, tokenizer, asked)
+    sample = make_sampler(cfg, ps, model, sample_answers, tokenizer, problems)
     roll_out = make_rollouts(cfg, ps, stages, sample, make_batch)
     evaluate = make_evaluator(cfg, ps, stages, sample_answers, held_out, pack(held_out))
 
@@ -324,12 +324,12 @@ def train(cfg, run, tokenizer, model, first, context):
         logging=cfg.logging,
         policy=cfg.policy,
     ) as loop:
-        # Without supervised steps the weights are evaluated as they come.
+        # Without supervised steps the initial weights are evaluated.
         if state.step == cfg.supervised == 0:
             state = loop.evaluate(state, evaluate)
         while state.step < cfg.steps and not stop:
-            # What is trained on until weights may be saved again: a batch of examples, or all
-            # updates of a rollout, whose answers are in no checkpoint.
+            # The batches up to the next possible save: one of examples, or those of a whole
+            # rollout, since no checkpoint holds its answers.
             if state.step < cfg.supervised:
                 batches = [make_batch(rows, rows_at, state.cursor)]
             else:
@@ -341,7 +341,7 @@ def train(cfg, run, tokenizer, model, first, context):
                 state, metrics = train_step(state, batch)
                 state = loop.record(state, metrics, batch)
                 if state.step <= before:
-                    break  # the run went back: the rest was sampled by weights that are gone
+                    break  # rolled back: the rest was sampled by weights that are gone
             if state.step >= cfg.supervised and loop.is_due(
                 state, cfg.eval_every, since=cfg.supervised
             ):
@@ -366,7 +366,7 @@ def open_base(cfg):
 
 
 def main(argv=None):
-    """Read the configuration, refuse what does not fit, open the process groups, and train."""
+    """Read the configuration, check it, open the process groups, and train."""
     cfg = tk.config.load_config(Config, argv)
     first, tokenizer, name, model, context = open_base(cfg)
     cfg = attrs.evolve(

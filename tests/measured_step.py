@@ -129,7 +129,7 @@ def step_of(job, layout, ps, *, in_backward=False):
         *away,
         fsdp(layout),
     )
-    plan = [*job.begins, tensor_parallel(), *rest]
+    plan = [*job.plan_prefix, tensor_parallel(), *rest]
     stages = tk.build_stages(
         lambda: Decoder(job.config, head=head),
         ps,

@@ -322,16 +322,15 @@ def test_what_is_written_reads_back_equal(tmp_path_factory, config):
 
 @pytest.mark.case("G2")
 def test_rules_hold_where_a_record_is_made_by_hand():
-    with pytest.raises(ConfigError, match="lr"):
-        Config(lr=0.0)
-    with pytest.raises(ConfigError, match="decay"):
-        Config(decay=1.5)
-    with pytest.raises(ConfigError, match="kind"):
-        Config(kind="c")
-    with pytest.raises(ConfigError, match="tp"):
-        Layout(tp=0)
-    with pytest.raises(ConfigError, match="dp_shard"):
-        Layout(dp_shard=-2)
+    for name, make in {
+        "lr": lambda: Config(lr=0.0),
+        "decay": lambda: Config(decay=1.5),
+        "kind": lambda: Config(kind="c"),
+        "tp": lambda: Layout(tp=0),
+        "dp_shard": lambda: Layout(dp_shard=-2),
+    }.items():
+        with pytest.raises(ConfigError, match=name):
+            make()
     with pytest.raises(ConfigError, match="seed must be at least 0 and finite, got -1"):
         Config(seed=-1)
     assert callable(non_negative)

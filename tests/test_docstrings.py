@@ -30,7 +30,7 @@ WITHOUT_EXAMPLE = {
     "config.fraction": "a validator, as `one_of` explains",
     "config.non_negative": "a validator, as `one_of` explains",
     "config.positive": "a validator, as `one_of` explains",
-    "files.say_on_stderr": "writes to stderr: `say` has an example",
+    "files.print_to_stderr": "writes to stderr: `say` has an example",
     "types.fraction": "a validator, as `one_of` explains",
     "types.non_negative": "a validator, as `one_of` explains",
     "types.positive": "a validator, as `one_of` explains",

@@ -223,7 +223,9 @@ PRIVATE = [
     Private(
         "torch.Tensor._version", "parallel/offload.py", "whether a saved tensor has been changed"
     ),
-    Private("torch.UntypedStorage._cdata", "parallel/offload.py", "which memory a tensor is in"),
+    Private(
+        "torch.UntypedStorage._cdata", "parallel/grad_reduction.py", "which memory a tensor is in"
+    ),
     Private("module._forward_hooks", "parallel/recompute.py", "FSDP's, which it must not see"),
     Private("module._forward_pre_hooks", "parallel/recompute.py", "the same"),
     Private(

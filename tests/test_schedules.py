@@ -139,46 +139,40 @@ NAN, INFINITY = float("nan"), float("inf")
 
 @each
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("lr", "warmup", "total", "final", "message"),
     [
-        (lambda make: make(-1.0, warmup=2, total=10), "lr must be .* got -1.0"),
-        (lambda make: make(NAN, warmup=2, total=10), "lr must be .* got nan"),
-        (lambda make: make(INFINITY, warmup=2, total=10), "lr must be .* got inf"),
-        (
-            lambda make: make(1.0, warmup=-1, total=10),
-            "warmup must be at least 0 steps, got -1",
-        ),
-        (lambda make: make(1.0, warmup=11, total=10), "total must be .* warmup = 11, got 10"),
-        (lambda make: make(1.0, warmup=0, total=0), "total must be at least 1 step"),
-        (lambda make: make(1.0, warmup=2, total=10, final=-0.1), "final must be .* got -0.1"),
-        (lambda make: make(1.0, warmup=2, total=10, final=1.1), "final must be .* got 1.1"),
-        (lambda make: make(1.0, warmup=2, total=10, final=NAN), "final must be .* got nan"),
+        (-1.0, 2, 10, 0.0, "lr must be .* got -1.0"),
+        (NAN, 2, 10, 0.0, "lr must be .* got nan"),
+        (INFINITY, 2, 10, 0.0, "lr must be .* got inf"),
+        (1.0, -1, 10, 0.0, "warmup must be at least 0 steps, got -1"),
+        (1.0, 11, 10, 0.0, "total must be .* warmup = 11, got 10"),
+        (1.0, 0, 0, 0.0, "total must be at least 1 step"),
+        (1.0, 2, 10, -0.1, "final must be .* got -0.1"),
+        (1.0, 2, 10, 1.1, "final must be .* got 1.1"),
+        (1.0, 2, 10, NAN, "final must be .* got nan"),
     ],
 )
-def test_bad_values_are_refused_by_name(make, call, message):
+def test_bad_values_are_refused_by_name(make, lr, warmup, *, total, final, message):
     with pytest.raises(ValueError, match=f"^{make.__name__}: {message}"):
-        call(make)
-
-
-wsd = partial(warmup_stable_decay, 1.0, warmup=2, total=10)
+        make(lr, warmup=warmup, total=total, final=final)
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("decay", "shape", "message"),
     [
-        (partial(wsd, decay=1.5), "decay must be a fraction .* got 1.5"),
-        (partial(wsd, decay=-0.1), "decay must be a fraction .* got -0.1"),
-        (partial(wsd, decay=NAN), "decay must be a fraction .* got nan"),
-        (partial(wsd, decay=11), "decay must be .* between 0 and 10, got 11"),
-        (partial(wsd, decay=-1), "decay must be .* got -1"),
-        (partial(wsd, decay=9), "must fit into total = 10 steps, got 2 and 9"),
-        (partial(wsd, decay=0.9), "must fit into total = 10 steps, got 2 and 9"),
-        (partial(wsd, shape="cubic"), "shape must be one of linear, cosine, sqrt, sqrt_late, got"),
+        (1.5, "linear", "decay must be a fraction .* got 1.5"),
+        (-0.1, "linear", "decay must be a fraction .* got -0.1"),
+        (NAN, "linear", "decay must be a fraction .* got nan"),
+        (11, "linear", "decay must be .* between 0 and 10, got 11"),
+        (-1, "linear", "decay must be .* got -1"),
+        (9, "linear", "must fit into total = 10 steps, got 2 and 9"),
+        (0.9, "linear", "must fit into total = 10 steps, got 2 and 9"),
+        (0.2, "cubic", "shape must be one of linear, cosine, sqrt, sqrt_late, got"),
     ],
 )
-def test_a_decay_that_does_not_fit_is_refused(call, message):
+def test_a_decay_that_does_not_fit_is_refused(decay, shape, message):
     with pytest.raises(ValueError, match=f"^warmup_stable_decay: .*{message}"):
-        call()
+        warmup_stable_decay(1.0, warmup=2, total=10, decay=decay, shape=shape)
 
 
 @pytest.mark.parametrize("make", [linear, cosine, partial(warmup_stable_decay, decay=0.4)])
@@ -306,16 +300,16 @@ def test_the_infinite_rate_is_the_paper_s():
         over = max(0, step - begin) / length
         return stable * (least / stable) ** over
 
-    without_end = partial(
+    make_endless = partial(
         infinite, peak, warmup=warmup, cooldown=cooldown, stable=stable / peak, warmup_from=0.0
     )
-    annealed = partial(without_end, anneal=length, final=least / peak)
-    lr_at = annealed(anneal_from=begin)
-    assert values(lr_at, 50) == pytest.approx([paper_s(step) for step in range(50)], rel=1e-12)
-    endless = without_end()
-    assert values(endless, begin) == values(lr_at, begin)
+    make_annealed = partial(make_endless, anneal=length, final=least / peak)
+    annealed = make_annealed(anneal_from=begin)
+    assert values(annealed, 50) == pytest.approx([paper_s(step) for step in range(50)], rel=1e-12)
+    endless = make_endless()
+    assert values(endless, begin) == values(annealed, begin)
     assert endless(10**9) == peak * (stable / peak)
-    at_once = annealed(anneal_from=warmup + cooldown)
+    at_once = make_annealed(anneal_from=warmup + cooldown)
     assert at_once(warmup + cooldown + length) == pytest.approx(least)
 
 
@@ -334,26 +328,26 @@ def test_a_stable_rate_that_decays_by_its_reciprocal_is_that_of_wsd_s():
     assert values(lr_at, 8) == pytest.approx([1 / (p / 0.1 + 1 - p) for p in shares], rel=1e-14)
 
 
-usual_rate = partial(infinite, 1.0, warmup=2, cooldown=2, stable=0.5)
+SMALL = partial(infinite, 1.0, warmup=2, cooldown=2, stable=0.5)
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("make", "message"),
     [
-        (partial(usual_rate, stable=1.5), "stable must be .* got 1.5 and 2"),
-        (partial(usual_rate, stable=NAN), "stable must be .* got nan and 2"),
-        (partial(usual_rate, cooldown=0), "stable must be .* got 0.5 and 0"),
-        (partial(usual_rate, cooldown=-1), "stable must be .* got 0.5 and -1"),
-        (partial(usual_rate, stable=1.0), "stable must be .* got 1.0 and 2"),
+        (partial(SMALL, stable=1.5), "stable must be .* got 1.5 and 2"),
+        (partial(SMALL, stable=NAN), "stable must be .* got nan and 2"),
+        (partial(SMALL, cooldown=0), "stable must be .* got 0.5 and 0"),
+        (partial(SMALL, cooldown=-1), "stable must be .* got 0.5 and -1"),
+        (partial(SMALL, stable=1.0), "stable must be .* got 1.0 and 2"),
         (
-            partial(usual_rate, anneal_from=3, anneal=5),
+            partial(SMALL, anneal_from=3, anneal=5),
             "annealing .* at step 4 or later .* got anneal_from=3",
         ),
-        (partial(usual_rate, anneal_from=4), "annealing .* 1 step, got anneal_from=4 and anneal=0"),
-        (partial(usual_rate, warmup=-1), "warmup must be"),
-        (partial(usual_rate, final=2.0), "final must be"),
+        (partial(SMALL, anneal_from=4), "annealing .* 1 step, got anneal_from=4 and anneal=0"),
+        (partial(SMALL, warmup=-1), "warmup must be"),
+        (partial(SMALL, final=2.0), "final must be"),
     ],
 )
-def test_an_infinite_rate_that_cannot_be_is_refused(call, message):
+def test_an_infinite_rate_that_cannot_be_is_refused(make, message):
     with pytest.raises(ValueError, match=f"^infinite: {message}"):
-        call()
+        make()

@@ -90,10 +90,6 @@ def test_no_microbatch_and_unknown_reductions_are_refused():
 def take(by, loss):
     """Call a function of `step` with a loss of two numbers."""
     model, batches = nn.Linear(1, 1), [{"x": torch.ones(2, 1), "labels": torch.ones(2, 1)}]
-
-    def call(model, batch):
-        return model(batch["x"])
-
     if by == "evaluate":
         return step.evaluate(model, batches, loss, axis=SOLO, call=call)
     return step.forward_backward(model, batches, loss, denominator=torch.tensor(2), call=call)
@@ -240,9 +236,8 @@ def test_long_sums_of_an_evaluation_lose_nothing():
         return None, {"loss": torch.tensor(next(terms))}
 
     batches = [{"labels": torch.zeros(1, 1, dtype=torch.int64)}] * 41
-    found = tk.evaluate(
-        nn.Identity(), batches, loss, axis=tk.solo_parallel().loss, call=lambda *_: None
-    )
+    solo = tk.solo_parallel()
+    found = tk.evaluate(nn.Identity(), batches, loss, axis=solo.loss, call=lambda *_: None)
     assert found["loss"] * 41 == 2**24 + 40
 
 

@@ -199,13 +199,10 @@ def small(optimizer=torch.optim.AdamW, **options):
 )
 def test_a_norm_that_is_not_finite_steps_nothing_and_one_that_comes_late_does(make):
     model, _, step_in_backward = small(make)
-    for updating, applied in (
-        (step_in_backward(lr=None), False),
-        (step_in_backward(lr=0.1, norm=math.nan, max_norm=1.0), False),
-        (step_in_backward(lr=0.1, norm=1.0, max_norm=1.0), True),
-    ):
+    for lr, norm, applied in ((None, None, False), (0.1, math.nan, False), (0.1, 1.0, True)):
         before = [p.detach().clone() for p in model.parameters()]
-        with updating as updated:
+        max_norm = None if norm is None else 1.0
+        with step_in_backward(lr=lr, max_norm=max_norm, norm=norm) as updated:
             (model(torch.ones(1, 2)) * math.inf).sum().backward()
         assert not updated().norm.isfinite()
         assert bool(updated().applied) == applied
@@ -270,10 +267,6 @@ def test_what_cannot_be_is_refused_by_name():
             ValueError, match=r"lacks 1 parameters, of shapes \[\(1, 2\)\]|clips by"
         ):
             make_step_in_backward([model], wrong, axis=SOLO, sp=SOLO, log=str)
-    for updating in (
-        step_in_backward(lr=-1.0),
-        step_in_backward(lr=0.1, max_norm=1.0),
-        step_in_backward(lr=0.1, max_norm=0.0, norm=1.0),
-    ):
+    for lr, max_norm, norm in ((-1.0, None, None), (0.1, 1.0, None), (0.1, 0.0, 1.0)):
         with pytest.raises(ValueError, match=r"in_backward: (lr|max_norm) must"):
-            updating.__enter__()
+            step_in_backward(lr=lr, max_norm=max_norm, norm=norm).__enter__()

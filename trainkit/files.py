@@ -465,14 +465,14 @@ def flush(stream: Any) -> None:
         return  # a full disk, a closed stream, or None: there is nowhere to report it
 
 
-def say(text: str, stream: Any) -> None:
+def print_to(text: str, stream: Any) -> None:
     """Write lines to a stream and flush it; a stream that is closed or has no reader is ignored.
 
     Effects:
         Writes to `stream`, and never fails.
 
     Examples:
-        >>> say("step 1", sys.stdout)
+        >>> print_to("step 1", sys.stdout)
         step 1
     """
     # A run must not fail because nobody reads its log.
@@ -481,10 +481,10 @@ def say(text: str, stream: Any) -> None:
     flush(stream)
 
 
-def say_on_stderr(text: str) -> None:
-    """Write lines to stderr and flush it; see `say`.
+def print_to_stderr(text: str) -> None:
+    """Write lines to stderr and flush it; see `print_to`.
 
     Effects:
         Writes to stderr, and never fails.
     """
-    say(text, sys.stderr)
+    print_to(text, sys.stderr)

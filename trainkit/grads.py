@@ -42,7 +42,6 @@ __all__ = [
     "clip_and_step",
     "clip_grads_",
     "find_nonfinite",
-    "format_ranks",
     "get_named_parameters",
     "get_parameters",
     "grad_norm",

@@ -35,6 +35,22 @@ from trainkit.types import NumericsError, Precision, TrainState, non_negative, o
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = [
+    "Action",
+    "HealthState",
+    "Policy",
+    "StepStatus",
+    "check_divergence",
+    "choose_action",
+    "classify_step",
+    "get_loss_scale",
+    "judge_step",
+    "make_finite_check",
+    "restore_health",
+    "stop_if_diverged",
+    "update_loss_scale",
+]
+
 HealthState: TypeAlias = "Mapping[str, float | Sequence[float] | Tensor]"
 """The state between steps, `TrainState.health`.
 

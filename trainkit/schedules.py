@@ -17,6 +17,19 @@ from typing import Literal
 
 from trainkit.types import ConfigError, Schedule, check_range
 
+__all__ = [
+    "constant",
+    "cosine",
+    "infinite",
+    "inverse_sqrt",
+    "is_due",
+    "linear",
+    "piecewise",
+    "power",
+    "rex",
+    "warmup_stable_decay",
+]
+
 DecayShape = Callable[[float], float]
 """From the fraction of the decay that is over, 0 to 1, to the remaining fraction, 1 to 0."""
 

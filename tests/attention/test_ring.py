@@ -348,7 +348,12 @@ def qkv_of(tokens, heads, kv_heads, *, rows=1):
         (ring(NOBODY), qkv_of(8, 2, 2), [4, 2], "6 tokens, .* 1 x 8"),
         (ring(NOBODY), qkv_of(8, 3, 2), [8], "K a divisor of H"),
         (ring(NOBODY), [*qkv_of(8, 2, 2)[:2], torch.ones(1, 4, 2, 8)], [8], r"v \[B, S, K, E\]"),
-        (ring(NOBODY), [*qkv_of(8, 2, 2)[:2], torch.ones(1, 8, 2, 8).half()], [8], "one floating-point dtype"),
+        (
+            ring(NOBODY),
+            [*qkv_of(8, 2, 2)[:2], torch.ones(1, 8, 2, 8).half()],
+            [8],
+            "one floating-point dtype",
+        ),
         (ulysses(sdpa, NOBODY), qkv_of(8, 6, 2), [32], "6 query heads .* 4 ranks"),
         (ulysses(sdpa, NOBODY), qkv_of(8, 12, 3), [32], "3 key heads and 4 ranks"),
         (ulysses(sdpa, NOBODY), qkv_of(8, 12, 6), [32], "6 key heads and 4 ranks"),

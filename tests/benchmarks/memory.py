@@ -169,7 +169,7 @@ def line_of_sleep():
         stages, optimizer, _, finish = step_of(lever.work, lever.layout, ps)
         first_state(optimizer, finish)
         with parallel.offload_state(stages, optimizer) as freed:
-            planned = estimate_memory(lever.work, lever.layout).between
+            planned = estimate_memory(lever.work, lever.layout).between_steps
     return format_line("asleep between steps: freed", freed, planned)
 
 

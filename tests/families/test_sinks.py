@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit import sinks
+from trainkit.run.sinks.jsonl import repair_jsonl
+from trainkit.run.sinks.named import named_sinks
 from trainkit.types import ConfigError, Share
 
 
@@ -98,22 +100,22 @@ def written(steps):
 def test_repair_keeps_the_whole_lines_up_to_the_step(steps, cut, step):
     text = written(range(1, steps + 1))
     torn = text[: max(0, len(text) - cut)]
-    repaired = sinks.repair_jsonl(torn, step)
+    repaired = repair_jsonl(torn, step)
     whole = [n for n in range(1, steps + 1) if len(written(range(1, n + 1))) - 1 <= len(torn)]
     assert repaired == written(n for n in whole if n <= step)
-    assert sinks.repair_jsonl(repaired, step) == repaired
+    assert repair_jsonl(repaired, step) == repaired
 
 
 @given(junk=st.lists(st.binary(max_size=30) | st.just(b"\0" * 9), max_size=6))
 def test_repair_never_fails_and_drops_what_is_no_step(junk):
     text = b"\n".join([written([1])[:-1], *junk, written([2])])
-    kept = sinks.repair_jsonl(text, 2)
+    kept = repair_jsonl(text, 2)
     assert kept.startswith(written([1]))
     assert all(type(orjson.loads(line)["step"]) is int for line in kept.splitlines())
 
 
 def test_repair_keeps_the_first_of_lines_that_tell_a_step_twice():
-    assert sinks.repair_jsonl(written([1, 2, 2, 1, 3]), 3) == written([1, 2, 3])
+    assert repair_jsonl(written([1, 2, 2, 1, 3]), 3) == written([1, 2, 3])
 
 
 def test_after_any_restarts_each_step_has_exactly_one_line(tmp_path):
@@ -247,7 +249,7 @@ def page(monkeypatch):
 
 def run_of(folder, steps, *, begin=0, evaluated=()):
     """Log some steps as a run does, and what is found after some of them."""
-    extra = sinks.named_sinks(["tensorboard", "wandb"], folder)
+    extra = named_sinks(["tensorboard", "wandb"], folder)
     extra["lines"] = functools.partial(sinks.open_jsonl, folder / "extra.jsonl")
     with sinks.open_run_sinks(
         folder, Share(0, 1), step=begin, last=9, extra=extra, patience=30

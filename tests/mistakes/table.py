@@ -613,8 +613,8 @@ MISTAKES = [
         (
             "advantages.py",
             "leave one out leaves none out",
-            "    others = (sums[groups] - exact) / (counts - 1).clamp(min=1)[groups]",
-            "    others = sums[groups] / counts[groups]",
+            "    mean_of_others = (sums[groups] - exact) / (counts - 1).clamp(min=1)[groups]",
+            "    mean_of_others = sums[groups] / counts[groups]",
             "tests/post/objectives/test_advantages.py",
         ),
         (
@@ -1379,7 +1379,7 @@ MISTAKES = [
         (
             "rewards.py",
             "an answer that was cut is checked",
-            "        if answer.truncated:\n            continue\n",
+            "            if answer.truncated:\n                continue\n",
             "",
             "tests/post/generation/test_rollouts.py",
         ),
@@ -1752,8 +1752,8 @@ MISTAKES = [
         (
             "checkpoint.py",
             "--dry-run deletes",
-            "log=say_on_stderr, dry_run=options.dry_run)",
-            "log=say_on_stderr)",
+            "log=print_to_stderr, dry_run=options.dry_run)",
+            "log=print_to_stderr)",
             "tests/tools/commands/test_checkpoint.py",
         ),
         (

@@ -73,7 +73,7 @@ def test_matrices_of_one_input_are_joined_where_they_are_plain_and_small(monkeyp
     assert "projected" in vars(bare(attention))
     assert "projected" not in vars(bare(model_of(KINDS["biased"]).layers["0"].attention))
     with monkeypatch.context() as patch:
-        patch.setattr("trainkit.models.functional._SMALL", 32 * 32 - 1)
+        patch.setattr("trainkit.models.functional._MAX_COPIED", 32 * 32 - 1)
         assert "projected" not in vars(bare(attention))
     attention.wk.__class__ = type("Adapted", (type(attention.wk),), {})
     assert "projected" not in vars(bare(attention))

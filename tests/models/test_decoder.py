@@ -501,7 +501,7 @@ def test_initial_values_of_what_is_not_there_are_refused(name, shape, offset, ma
         ({"rotary_dim": 3}, "rotary_dim must be even, from 2 to head_size = 4, got 3"),
         ({"rotary_dim": 8}, "rotary_dim must be even, from 2 to head_size = 4, got 8"),
         ({"positions": 0}, "positions must be above 0, got 0"),
-        ({"positions": 8, "rotary_dim": 2}, "positions must be left out, where something is said"),
+        ({"positions": 8, "rotary_dim": 2}, "positions must be left out, where rotary"),
         ({"logit_softcap": 0.0}, "logit_softcap must be above 0, got 0.0"),
         ({"qk_norm": "all"}, "qk_norm must be False, True or 'wide', got all"),
         ({"qk_norm": "wide", "norms": Norms(kind="layer")}, "qk_norm must be per head"),
@@ -516,7 +516,7 @@ def test_a_bad_configuration_is_refused_by_field_value_and_rule(change, match):
     "change", [{"factor": 0.5}, {"low_freq_factor": 4.0}, {"original_length": 0}]
 )
 def test_a_bad_rope_scaling_is_refused(change):
-    with pytest.raises(ValueError, match="Llama3Scaling: want factor >= 1"):
+    with pytest.raises(ValueError, match=r"Llama3Scaling: .* factor >= 1"):
         Llama3Scaling(**({"factor": 8.0} | change))
 
 

@@ -193,7 +193,7 @@ def test_latents_of_no_size_are_refused(field):
     "change", [{"factor": 0.5}, {"beta_slow": 9.0}, {"original_length": 0}, {"mscale": -1.0}]
 )
 def test_a_bad_yarn_is_refused(change):
-    with pytest.raises(ValueError, match="YarnScaling: want factor >= 1"):
+    with pytest.raises(ValueError, match=r"YarnScaling: .* factor >= 1"):
         attrs.evolve(YARN, **change)
 
 

@@ -145,7 +145,9 @@ def test_weights_that_say_what_they_hold_are_used_up():
     assert difference(output, batch, want) < 1e-13
     with pytest.raises(CheckpointError, match=r"layers\.3\.\S+', which the model does not have"):
         model_of(COPIES, upcycle_weights(held(layers=4), COPIES, seed=1))
-    with pytest.raises(ValueError, match=r"upcycled: 'layers.1.mlp.down.weight' is \(32, 96\) in"):
+    with pytest.raises(
+        ValueError, match=r"upcycle_weights: 'layers.1.mlp.down.weight' is \(32, 96\) in"
+    ):
         upcycle_weights(held(mlp_width=96), COPIES, seed=1)
 
 
@@ -159,7 +161,7 @@ def test_weights_that_say_what_they_hold_are_used_up():
     ],
 )
 def test_experts_that_a_dense_mlp_does_not_make_are_refused(experts, message):
-    with pytest.raises(ConfigError, match=f"upcycled: .*{message}"):
+    with pytest.raises(ConfigError, match=f"upcycle_weights: .*{message}"):
         upcycle_weights(WEIGHTS, attrs.evolve(DENSE, experts=experts), seed=0)
 
 

@@ -338,9 +338,14 @@ SHARED = [
 
 
 def test_choices_that_come_with_a_batch_are_shared_out_as_its_tokens_are():
-    how = {"plan": decoder_plan, "loss": expert_loss, "call": call_routed}
     certificate = certify(
-        partial(with_experts, TWO_LAYERS), chosen_beforehand, SHARED, **how, steps=1
+        partial(with_experts, TWO_LAYERS),
+        chosen_beforehand,
+        SHARED,
+        plan=decoder_plan,
+        loss=expert_loss,
+        call=call_routed,
+        steps=1,
     )
     assert certificate.ok, format_text(certificate)
 
@@ -405,13 +410,20 @@ def refused_to_round():
     with tk.parallel_session(dp_shard=4, ep=2) as ps:
         told = []
         low = [expert_parallel(), mixed_precision(torch.bfloat16)]
-        rounded = {"expert_wire_dtype": torch.bfloat16}
-        for plan, options in ((low, {"reduce_dtype": torch.bfloat16}), ([expert_parallel()], {})):
-            batch = attrs.evolve(decoder_batch(0), extra={})
+        gradients_without_key = partial(
+            gradients,
+            ps,
+            batch=attrs.evolve(decoder_batch(0), extra={}),
+            expert_wire_dtype=torch.bfloat16,
+        )
+        for run in (
+            partial(gradients_without_key, *low, reduce_dtype=torch.bfloat16),
+            partial(gradients_without_key, expert_parallel()),
+        ):
             with pytest.raises(ValueError, match="expert_wire_dtype") as caught:
-                gradients(ps, *plan, batch=batch, **rounded, **options)
+                run()
             told.append(str(caught.value))
-        (model,) = stage_of(ps, expert_parallel(), **rounded)
+        (model,) = stage_of(ps, expert_parallel(), expert_wire_dtype=torch.bfloat16)
         (batch,) = deal_batch(decoder_batch(0), ps.data_shard)
         with pytest.raises(RuntimeError, match="expert_wire_dtype") as caught:
             call_routed(model, batch).output.sum().backward()
@@ -488,9 +500,16 @@ def planting_plan(ps, case):
 @pytest.fixture(scope="module")
 def certificate():
     wrong = [attrs.evolve(SOUND[MISTAKES[note][1]], note=note) for note in PLANTED]
-    how = {"plan": planting_plan, "loss": expert_loss, "call": call_routed, "tier": "fp32"}
-    cases = [*SOUND.values(), *wrong]
-    return certify(partial(with_experts, CONFIG), decoder_batch, cases, **how, steps=1)
+    return certify(
+        partial(with_experts, CONFIG),
+        decoder_batch,
+        [*SOUND.values(), *wrong],
+        plan=planting_plan,
+        loss=expert_loss,
+        call=call_routed,
+        tier="fp32",
+        steps=1,
+    )
 
 
 def test_experts_multiplied_at_once_are_within_the_bounds_of_fp32(certificate):

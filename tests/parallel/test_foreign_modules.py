@@ -179,7 +179,7 @@ def test_a_certificate_of_a_bf16_model_with_norms_in_fp32():
 
 @pytest.mark.parametrize("tier", ["fp64", "exact"])
 def test_a_certificate_compares_a_model_in_two_dtypes_in_the_tier_of_the_lower(tier):
-    make_model, sizes = partial(TwoDtypes, torch.bfloat16), {"steps": 1, "timeout": 30}
+    make_model = partial(TwoDtypes, torch.bfloat16)
     with pytest.raises(RankError, match=rf"tier '{tier}' compares .*choose the tier of torch.bfl"):
         certify(
             make_model,
@@ -189,7 +189,8 @@ def test_a_certificate_compares_a_model_in_two_dtypes_in_the_tier_of_the_lower(t
             loss=next_token,
             call=call_with_ids,
             tier=tier,
-            **sizes,
+            steps=1,
+            timeout=30,
         )
 
 
@@ -566,14 +567,15 @@ def train_and_refuse():
         first, second = Cut([0]), Cut([ps.pp.index + 1])
         unequal = Cut([10 + ps.pp.index], first=True)
         nn.init.constant_(unequal.embedding.weight, ps.pp.index)
-        for stages, options in (
-            ([first], {"schedule": "1f1b"}),
-            ([second, Cut([ps.pp.index + 4])], {"tied": ["embedding.weight"]}),
-            ([unequal], {"schedule": "1f1b", "tied": ["embedding.weight"]}),
-            ([second, Cut([ps.pp.index + 4])], {"schedule": "1f1b"}),
+        tied = ["embedding.weight"]
+        for place_wrongly in (
+            partial(place, [first], schedule="1f1b"),
+            partial(place, [second, Cut([ps.pp.index + 4])], tied=tied),
+            partial(place, [unequal], schedule="1f1b", tied=tied),
+            partial(place, [second, Cut([ps.pp.index + 4])], schedule="1f1b"),
         ):
             with pytest.raises(ConfigError) as raised:
-                place(stages, **options)
+                place_wrongly()
             said.append(str(raised.value))
     return found, said
 

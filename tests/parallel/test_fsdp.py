@@ -35,14 +35,14 @@ def freeze(names):
     return apply
 
 
-def train(ps, *, config=CONFIG, frozen=(), steps=2, run_dir=None, **options):
+def train(ps, options=None, *, config=CONFIG, frozen=(), steps=2, run_dir=None):
     """Train some steps from a fresh state, or from what `run_dir` holds; return the numbers."""
     text = corpus()
     bins = tk.pack_bins(text.lengths, CAPACITY)
     stages = tk.build_stages(
         lambda: Decoder(config, head="hidden").double(),
         ps,
-        [tensor_parallel(), freeze(frozen), fsdp(tk.Layout(**options))],
+        [tensor_parallel(), freeze(frozen), fsdp(options)],
         weights=init_weights(config, seed=0),
     )
     named = tk.get_named_parameters(stages)
@@ -60,47 +60,53 @@ def train(ps, *, config=CONFIG, frozen=(), steps=2, run_dir=None, **options):
         sums = run(batch.microbatches, denominator=tokens)
         norms.append(float(tk.clip_and_step(params, optimizer, lr=1e-2, max_norm=0.5).norm))
         losses.append(float(tk.reduce_metrics(sums, ps.loss)["loss"] / tokens))
-        moved = {"step": state.step + 1, "tokens": state.tokens + tokens, "cursor": batch.cursor}
-        state = attrs.evolve(state, **moved)
+        state = attrs.evolve(
+            state, step=state.step + 1, tokens=state.tokens + tokens, cursor=batch.cursor
+        )
     if run_dir is not None:
         tk.save_checkpoint(run_dir, state, stages, optimizer, ps)
     parameters = {name: full(p) for name, p in named.items()}
     return {"losses": losses, "norms": norms, "parameters": parameters}
 
 
+OFFLOADED = tk.Layout(cpu_offload=True)
 KINDS = {
-    "kept gathered": {"reshard_after_forward": False},
-    "frozen in part": {"frozen": ("wq.weight", "norm.weight")},
-    "a block frozen, offloaded": {"frozen": BLOCK, "cpu_offload": True},
-    "tied, offloaded": {"config": TIED, "cpu_offload": True},
-    "tied, its ends apart": {"config": TIED, "separate_ends": True},
+    "kept gathered": partial(train, options=tk.Layout(reshard_after_forward=False)),
+    "frozen in part": partial(train, frozen=("wq.weight", "norm.weight")),
+    "a block frozen, offloaded": partial(train, options=OFFLOADED, frozen=BLOCK),
+    "tied, offloaded": partial(train, options=OFFLOADED, config=TIED),
+    "tied, its ends apart": partial(train, options=tk.Layout(separate_ends=True), config=TIED),
 }
 
 
-def of_kinds(degrees, names):
-    with tk.parallel_session(**degrees) as ps:
-        return {name: train(ps, **KINDS[name]) for name in names}
+def of_kinds(layout, names):
+    with tk.parallel_session(layout) as ps:
+        return {name: KINDS[name](ps) for name in names}
 
 
 @functools.cache
 def alone():
-    return of_kinds({}, KINDS)
+    return of_kinds(tk.Layout(), KINDS)
 
 
 @pytest.mark.parametrize(
-    ("world", "degrees", "kinds"),
+    ("world", "layout", "kinds"),
     [
-        pytest.param(2, {}, [*KINDS][:2], id="2 sharded"),
-        pytest.param(4, {"dp_replicate": 2}, [*KINDS][2:], id="2 x 2 hybrid"),
-        pytest.param(4, {"tp": 2}, [*KINDS][1::2], id="2 sharded x 2 tensor"),
+        pytest.param(2, tk.Layout(), [*KINDS][:2], id="2 sharded"),
+        pytest.param(4, tk.Layout(dp_replicate=2), [*KINDS][2:], id="2 x 2 hybrid"),
+        pytest.param(4, tk.Layout(tp=2), [*KINDS][1::2], id="2 sharded x 2 tensor"),
         *(
-            pytest.param(world, degrees, [*KINDS], id=f"all {degrees}", marks=pytest.mark.only_all)
-            for world, degrees in ((2, {}), (4, {"dp_replicate": 2}), (4, {"tp": 2}))
+            pytest.param(world, layout, [*KINDS], id=f"all {layout}", marks=pytest.mark.only_all)
+            for world, layout in (
+                (2, tk.Layout()),
+                (4, tk.Layout(dp_replicate=2)),
+                (4, tk.Layout(tp=2)),
+            )
         ),
     ],
 )
-def test_every_kind_gives_the_numbers_of_one_process(world, degrees, kinds):
-    found = run_ranks(of_kinds, world, degrees, kinds)[-1]
+def test_every_kind_gives_the_numbers_of_one_process(world, layout, kinds):
+    found = run_ranks(of_kinds, world, layout, kinds)[-1]
     differences = {name: difference(found[name], alone()[name]) for name in kinds}
     assert max(differences.values()) < 1e-12, differences
 
@@ -117,7 +123,7 @@ def test_frozen_parameters_keep_every_bit():
 def offloaded_and_back(run_dir):
     """Train a step offloaded, and go on to 2 without."""
     with tk.parallel_session() as ps:
-        train(ps, steps=1, run_dir=run_dir, cpu_offload=True)
+        train(ps, OFFLOADED, steps=1, run_dir=run_dir)
         return train(ps, steps=2, run_dir=run_dir)
 
 
@@ -145,21 +151,25 @@ def what_units_do():
 
     found = {}
     with tk.parallel_session() as ps:
-        for options in ({}, {"cpu_offload": True}, {"reshard_after_forward": False}):
+        for name, options in {
+            "default": tk.Layout(),
+            "offloaded": OFFLOADED,
+            "kept gathered": tk.Layout(reshard_after_forward=False),
+        }.items():
             with torch.device("meta"):
-                model = fsdp(tk.Layout(**options))(Decoder(CONFIG), ps)
+                model = fsdp(options)(Decoder(CONFIG), ps)
             block = model.layers["0"]
             policy = type(fsdp_groups(block)[0].offload_policy).__name__
-            found[str(options)] = policy, reshards_after_forward(block)
+            found[name] = policy, reshards_after_forward(block)
             assert not reshards_after_forward(model)
     return found
 
 
 def test_blocks_are_offloaded_and_freed_as_was_asked():
     assert run_ranks(what_units_do, 2)[0] == {
-        "{}": ("OffloadPolicy", True),
-        "{'cpu_offload': True}": ("CPUOffloadPolicy", True),
-        "{'reshard_after_forward': False}": ("OffloadPolicy", False),
+        "default": ("OffloadPolicy", True),
+        "offloaded": ("CPUOffloadPolicy", True),
+        "kept gathered": ("OffloadPolicy", False),
     }
 
 
@@ -171,14 +181,15 @@ def what_is_gathered(choices):
     from trainkit.tools.testing.ledger import _Counting
 
     with tk.parallel_session() as ps:
-        return [_gathered(ps, _Counting, options) for options in choices]
+        return [watch_gathers(ps, _Counting, options) for options in choices]
 
 
-def _gathered(ps, counting, options):
+def watch_gathers(ps, counting, options):
     config = attrs.evolve(CONFIG, layers=4)
     weights = init_weights(config, seed=0)
-    plan = [fsdp(tk.Layout(**options))]
-    (model,) = tk.build_stages(lambda: Decoder(config, head="hidden"), ps, plan, weights=weights)
+    (model,) = tk.build_stages(
+        lambda: Decoder(config, head="hidden"), ps, [fsdp(options)], weights=weights
+    )
     counts, forward, backward, whole = {}, [], [], set()
 
     def look(seen, *_):
@@ -203,7 +214,12 @@ def _gathered(ps, counting, options):
 
 
 def test_blocks_are_gathered_ahead_and_ends_only_when_they_are_needed():
-    choices = {}, {"prefetch": 2}, {"separate_ends": True, "prefetch": 1}, {"reshard_over": 2}
+    choices = (
+        tk.Layout(),
+        tk.Layout(prefetch=2),
+        tk.Layout(separate_ends=True, prefetch=1),
+        tk.Layout(reshard_over=2),
+    )
     own, ahead, apart, over = run_ranks(what_is_gathered, 4, choices)[0]
     # The ends are one gather; FSDP's own order is the next block in backward, none in forward.
     assert own == ([2, 3, 4, 5], [7, 8, 9, 9], {"embedding", "head"}, 0)

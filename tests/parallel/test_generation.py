@@ -1,5 +1,7 @@
 """A text is the same in every layout, for the same seed."""
 
+from functools import partial
+
 import attrs
 import pytest
 import torch
@@ -26,19 +28,35 @@ SMALL = attrs.evolve(CONFIG, vocab_size=32)
 ROUTED = attrs.evolve(SMALL, experts=Experts(count=4, chosen=2, width=16))
 PROMPTS = [[3, 1, 4], [5, 9, 2, 6, 5]]
 LAYOUTS = [
-    pytest.param(2, [{"pp": 2}, {"tp": 2}, {"ring": 2}, {"ulysses": 2}, {}, {"ep": 2}], id="2"),
-    pytest.param(4, [{"pp": 2, "tp": 2}, {"ring": 2, "ulysses": 2}], id="4"),
     pytest.param(
-        4, [{"tp": 2, "ep": 2}, {"pp": 2, "ring": 2}], id="4, others", marks=pytest.mark.only_all
+        2,
+        [
+            tk.Layout(pp=2),
+            tk.Layout(tp=2),
+            tk.Layout(ring=2),
+            tk.Layout(ulysses=2),
+            tk.Layout(),
+            tk.Layout(ep=2),
+        ],
+        id="2",
+    ),
+    pytest.param(4, [tk.Layout(pp=2, tp=2), tk.Layout(ring=2, ulysses=2)], id="4"),
+    pytest.param(
+        4,
+        [tk.Layout(tp=2, ep=2), tk.Layout(pp=2, ring=2)],
+        id="4, others",
+        marks=pytest.mark.only_all,
     ),
 ]
 
 
-def written(degrees, number=0):
+def written(layout, number=0, *, is_routed):
     """Return texts, of which some end early and some outgrow the window, and a window's logits."""
-    config = attrs.evolve(ROUTED if "ep" in degrees else SMALL, tied=number % 2 == 1)
-    how = {"max_new_tokens": 4, "stop_ids": [7, 20, 21], "sampling": Sampling(seed=1)}
-    with tk.parallel_session(**degrees) as ps:
+    config = attrs.evolve(ROUTED if is_routed else SMALL, tied=number % 2 == 1)
+    stop_ids, sampling = [7, 20, 21], Sampling(seed=1)
+    draw = partial(generate, max_new_tokens=4, stop_ids=stop_ids, sampling=sampling)
+    draw_sharded = partial(generate_sharded, max_new_tokens=4, stop_ids=stop_ids, sampling=sampling)
+    with tk.parallel_session(layout) as ps:
         stages = tk.build_stages(
             lambda: Decoder(config, head=("logits", "hidden")[number % 2]).double(),
             ps,
@@ -46,13 +64,13 @@ def written(degrees, number=0):
             weights=init_weights(config, seed=0),
         )
         call = make_call(stages)
-        cached = generate(stages[0], PROMPTS, **how, context=11, call=call)
+        cached = draw(stages[0], PROMPTS, context=11, call=call)
         of_rows = make_call(stages, sharded=True)
-        dealt = generate_sharded(stages[0], PROMPTS, **how, context=11, call=of_rows, axis=ps.dp)
-        assert dealt == cached
-        slid = generate(stages[0], PROMPTS, **how, context=7, slide=True, call=call)
-        anew = make_call(stages, call=call_routed if "ep" in degrees else call_model)
-        again = generate(stages[0], PROMPTS[:1], **how, context=11, call=anew)
+        sharded = draw_sharded(stages[0], PROMPTS, context=11, call=of_rows, axis=ps.dp)
+        assert sharded == cached
+        slid = draw(stages[0], PROMPTS, context=7, slide=True, call=call)
+        anew = make_call(stages, call=call_routed if is_routed else call_model)
+        again = draw(stages[0], PROMPTS[:1], context=11, call=anew)
         assert again == cached[:1]
         batch = {**make_padding_batch(1, 5), "input_ids": torch.arange(5)[None]}
         batch["document_ids"] = torch.zeros_like(batch["input_ids"])
@@ -63,7 +81,7 @@ def written(degrees, number=0):
 
 
 def all_of(layouts):
-    return [written(degrees, i) for i, degrees in enumerate(layouts)]
+    return [written(layout, i, is_routed=layout.ep > 1) for i, layout in enumerate(layouts)]
 
 
 @pytest.mark.parametrize(("world", "layouts"), LAYOUTS)
@@ -71,9 +89,9 @@ def test_every_layout_writes_the_same_text_with_the_same_logits_on_every_rank(wo
     wanted = {}
     for rank in run_ranks(all_of, world, layouts):
         for i, (texts, logits) in enumerate(rank):
-            kind = i % 2, "ep" in layouts[i]
+            kind = i % 2, layouts[i].ep > 1
             if kind not in wanted:
-                wanted[kind] = written({"ep": 1} if kind[1] else {}, i)
+                wanted[kind] = written(tk.Layout(), i, is_routed=kind[1])
             text, whole = wanted[kind]
             assert texts == text, layouts[i]
             assert logits.shape == whole.shape == (1, 5, 32)
@@ -90,15 +108,17 @@ def skewed():
     with tk.parallel_session(dp_shard=2) as ps:
         weights = init_weights(SMALL, seed=ps.world.index)
         (model,) = tk.build_stages(lambda: Decoder(SMALL), tk.solo_parallel(), [], weights=weights)
-        how = {"max_new_tokens": 6, "context": 11}
-        together = generate(model, PROMPTS, **how, call=make_call(make_stages([model], ps)))
-        of_rows = make_call(make_stages([model], ps), sharded=True)
-        alone = generate(model, PROMPTS, **how)
-        dealt = [
-            generate_sharded(model, prompts, **how, call=of_rows, axis=ps.dp)
-            for prompts in (PROMPTS[:1], PROMPTS)
-        ]
-        return together, alone, dealt
+        draw = partial(generate, max_new_tokens=6, context=11)
+        together = draw(model, PROMPTS, call=make_call(make_stages([model], ps)))
+        draw_sharded = partial(
+            generate_sharded,
+            max_new_tokens=6,
+            context=11,
+            call=make_call(make_stages([model], ps), sharded=True),
+            axis=ps.dp,
+        )
+        alone = draw(model, PROMPTS)
+        return together, alone, [draw_sharded(model, some) for some in (PROMPTS[:1], PROMPTS)]
 
 
 def test_every_rank_draws_what_one_rank_draws():
@@ -113,7 +133,7 @@ def test_a_prompt_is_answered_by_the_rank_that_it_belongs_to():
     assert first[0] != second[0]
 
 
-def dealt_rows(model, prompts, stop_id):
+def sharded_rows(model, prompts, stop_id):
     """Return the texts of each rank's prompts, and how many rows it ran each time."""
     with tk.parallel_session(dp_shard=2) as ps:
         call, seen = make_call(make_stages([model], ps), sharded=True), []
@@ -122,22 +142,29 @@ def dealt_rows(model, prompts, stop_id):
             seen.append(batch["input_ids"].shape[1])
             return call(model, batch)
 
-        how = {"max_new_tokens": 4, "context": 11, "stop_ids": [stop_id], "axis": ps.dp}
-        how |= {"sampling": Sampling(seed=1), "call": CachedCall(counted)}
-        found = [generate_sharded(model, some, **how) for some in prompts]
+        draw_sharded = partial(
+            generate_sharded,
+            max_new_tokens=4,
+            context=11,
+            stop_ids=[stop_id],
+            axis=ps.dp,
+            sampling=Sampling(seed=1),
+            call=CachedCall(counted),
+        )
+        found = [draw_sharded(model, some) for some in prompts]
         with pytest.raises(ValueError, match="prompt 1 is empty"):  # which the other rank had
-            generate_sharded(model, [[1], []], **how)
+            draw_sharded(model, [[1], []])
         return found, seen
 
 
-def test_prompts_are_dealt_to_ranks_which_run_as_often_as_each_other():
+def test_prompts_are_sharded_over_ranks_which_run_as_often_as_each_other():
     weights = init_weights(SMALL, seed=0)
     (model,) = tk.build_stages(lambda: Decoder(SMALL), tk.solo_parallel(), [], weights=weights)
     prompts = [[*PROMPTS, [2]], PROMPTS[:1]]  # the second rank has none of the second ones
-    how = {"max_new_tokens": 4, "context": 11, "sampling": Sampling(seed=1)}
-    stop_id = generate(model, PROMPTS, **how)[1].ids[1]
-    wanted = [generate(model, some, **how, stop_ids=[stop_id]) for some in prompts]
-    (first, rows), (second, others) = run_ranks(dealt_rows, 2, model, prompts, stop_id)
+    draw = partial(generate, max_new_tokens=4, context=11, sampling=Sampling(seed=1))
+    stop_id = draw(model, PROMPTS)[1].ids[1]
+    wanted = [draw(model, some, stop_ids=[stop_id]) for some in prompts]
+    (first, rows), (second, others) = run_ranks(sharded_rows, 2, model, prompts, stop_id)
     assert first == second == wanted
     assert (rows[0], others[0]) == (len(PROMPTS[0]) + 1, len(PROMPTS[1]))
     assert len(rows) == len(others)

@@ -21,14 +21,20 @@ from trainkit.weights.convert import convert_weights
 transformers = pytest.importorskip("transformers")
 
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-
-
 def make_model():
     """Return a model with a tied head, biases, and norms of queries and keys."""
-    more = {"tie_word_embeddings": True, "attention_bias": True}
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, **more))
+    config = transformers.Qwen3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=True,
+        attention_bias=True,
+    )
+    return transformers.Qwen3ForCausalLM(config)
 
 
 def call(model, batch):
@@ -73,9 +79,9 @@ def own_gradient():
     return {name: p.grad.numpy() for name, p in model.named_parameters()}
 
 
-def gradients(degrees, reduce, recompute="none"):
-    """Return the gradient of the same documents: packed, a row at a time, cut over ranks."""
-    with tk.parallel_session(**degrees) as ps:
+def gradients(layout, reduce, recompute="none"):
+    """Return the gradient of the same documents: packed, a row at a time, sharded over ranks."""
+    with tk.parallel_session(layout) as ps:
         make = lambda: make_model().double()  # noqa: E731
         transforms = plan(ps, LayoutCase(recompute=recompute))
         stages = tk.build_stages(make, ps, transforms, weights=certificate_weights)
@@ -91,10 +97,17 @@ KINDS = ("Llama", "Qwen3")
 
 
 def model_of(kind):
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     config = getattr(transformers, f"{kind}Config")(
-        **sizes, tie_word_embeddings=kind == "Qwen3", attention_bias=True, pad_token_id=3
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=kind == "Qwen3",
+        attention_bias=True,
+        pad_token_id=3,
     )
     torch.manual_seed(0)
     return getattr(transformers, f"{kind}ForCausalLM")(config).double()
@@ -122,8 +135,9 @@ def own_step(kind, tp):
 
 
 def of_two_ranks():
-    both = gradients({"dp_shard": 2}, "each"), gradients({"tp": 2}, "last", recompute="full")
-    return both, {kind: own_step(kind, 2) for kind in KINDS}
+    sharded = gradients(Layout(dp_shard=2), "each")
+    tensor = gradients(Layout(tp=2), "last", recompute="full")
+    return (sharded, tensor), {kind: own_step(kind, 2) for kind in KINDS}
 
 
 @pytest.fixture(scope="module")

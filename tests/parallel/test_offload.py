@@ -8,6 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import trainkit as tk
 from tests.measured_step import StorageCount
+from trainkit.batch import make_padding_batch
 from trainkit.losses import add_router_losses, next_token
 from trainkit.models import Decoder, DecoderConfig, Experts, call_routed, init_weights
 from trainkit.parallel import (
@@ -64,14 +65,9 @@ def built(plan, ps=None, schedule="1f1b", config=CONFIG):
     )
 
 
-def inputs(length=16):
-    batch = tk.batch.make_padding_batch(2, length)
-    return batch.input_ids, {"position_ids": batch.position_ids, "spans": batch.spans}
-
-
 def gradients(model, passes=2):
-    ids, rest = inputs()
-    outputs = [model(ids, **rest) for _ in range(passes)]
+    batch = make_padding_batch(2, 16)
+    outputs = [tk.call_model(model, batch) for _ in range(passes)]
     for output in outputs:
         output.square().sum().backward()
     found = [p.grad for p in model.parameters()]
@@ -86,14 +82,14 @@ def same(these, those):
 def kept(plan):
     """Return the bytes that torch's memory holds for backward, parameters left out."""
     (model,) = built(plan)
-    ids, rest = inputs()
+    batch = make_padding_batch(2, 16)
     gc.collect()
     counter = StorageCount()
-    for x in (*model.parameters(), ids):
+    for x in (*model.parameters(), batch.input_ids):
         counter.see(x.detach())
     before = counter.now
     with counter:
-        output = model(ids, **rest)
+        output = tk.call_model(model, batch)
     gc.collect()
     return counter.now - before, output
 
@@ -197,7 +193,7 @@ def test_a_step_that_breaks_off_leaves_nothing(where):
     store = Elsewhere()
     (model,) = built([offload_activations(budget=20_000, smallest=0, store=store)])
     want = gradients(*built([]))
-    ids, rest = inputs()
+    batch = make_padding_batch(2, 16)
 
     def broken(*_):
         raise ZeroDivisionError
@@ -206,7 +202,7 @@ def test_a_step_that_breaks_off_leaves_nothing(where):
     hook = last.register_forward_pre_hook(broken)
 
     def step():
-        output = model(ids, **rest)
+        output = tk.call_model(model, batch)
         block = output.grad_fn.next_functions[0][0]
         block.register_prehook(broken)
         output.sum().backward()
@@ -228,10 +224,10 @@ def test_small_ones_and_parameters_stay():
     gradients(model)
     assert not store.sizes
     (model,) = built([offload_activations(budget=0, smallest=0, store=store)])
-    ids, rest = inputs(length=7)  # no activation is as large as a weight
+    batch = make_padding_batch(2, 7)  # no activation is as large as a weight
     asked = []
     model.layers["0"].buffers = lambda: asked.append(None) or iter(())
-    model(ids, **rest)
+    tk.call_model(model, batch)
     assert store.sizes
     assert len(asked) == 1  # what its weights are, and not for each saved tensor
     assert not {p.nbytes for p in model.layers.parameters() if p.ndim > 1} & {*store.sizes}
@@ -264,12 +260,13 @@ def in_layout(layout, plan, *, microbatches=4):
     found, store = [], Elsewhere()
     with tk.parallel_session(layout) as ps:
         for more in ([], [offload_activations(budget=5_000, smallest=0, store=store)]):
-            how = {"ps": ps, "schedule": layout.schedule}
             stages = built(
-                [tensor_parallel(), sequence_parallel(), *plan, *more, fsdp(layout)], **how
+                [tensor_parallel(), sequence_parallel(), *plan, *more, fsdp(layout)],
+                ps=ps,
+                schedule=layout.schedule,
             )
-            ids, rest = inputs()
-            batch = {"input_ids": ids, "labels": ids, **rest}
+            batch = make_padding_batch(2, 16)
+            batch = attrs.evolve(batch, labels=batch.input_ids)
             run = tk.make_forward_backward(stages, next_token, reduce=layout.reduce)
             run([batch] * microbatches, denominator=torch.tensor(7))
             found.append([get_local(p.grad) for stage in stages for p in stage.parameters()])

@@ -23,7 +23,6 @@ from trainkit.parallel.split import SCHEDULES
 from trainkit.parallel.stage_forward import stage_boundary
 from trainkit.tools.testing import run_ranks
 
-DEEP = {"layers": 4}
 V = {"zero_bubble_v", "dual_pipe_v"}
 SPLITS = {name for name, kind in SCHEDULES.items() if kind.splits_backward}
 
@@ -39,13 +38,8 @@ def needs_v(schedule):
         pytest.skip("this torch cannot run V schedules under gloo")
 
 
-def two(**changes):
-    return Layout(2, pp=2, **{**DEEP, **changes})
-
-
-def four(**changes):
-    return Layout(4, **{"pp": 2, **DEEP, **changes})
-
+two = functools.partial(Layout, 2, pp=2, layers=4)
+four = functools.partial(Layout, 4, pp=2, layers=4)
 
 TWO = {name: two(schedule=name) for name in SCHEDULES}
 TWO |= {f"{name}, tied": two(schedule=name, tied=True, dropout=0.3) for name in SCHEDULES}
@@ -96,13 +90,11 @@ def all_of(layouts):
     return [run_steps(layout) for layout in layouts]
 
 
-FEW_OF_TWO = {"beside": FOUR}
-FEW_OF_FOUR = {"beside": TWO, "always": ("1f1b",)}  # the one of four stages
+ALWAYS = ("1f1b",)  # the one of four stages
 
 
-def results(layouts, world, few_of):
+def results(layouts, world):
     """Run all layouts of a number of ranks, in one start of the ranks."""
-    layouts = every_pair.running(layouts, **few_of)
     layouts = {name: x for name, x in layouts.items() if x.schedule not in V or runs_v()}
     found = run_ranks(all_of, world, list(layouts.values()), timeout=120.0)
     return dict(zip(layouts, map(joined, zip(*found, strict=True)), strict=True))
@@ -110,25 +102,30 @@ def results(layouts, world, few_of):
 
 @pytest.fixture(scope="module")
 def of_two():
-    return results(TWO, 2, FEW_OF_TWO)
+    return results(every_pair.running(TWO, beside=FOUR), 2)
 
 
 @pytest.fixture(scope="module")
 def of_four():
-    return results(FOUR, 4, FEW_OF_FOUR)
+    return results(every_pair.running(FOUR, beside=TWO, always=ALWAYS), 4)
 
 
-@functools.cache
-def reference(**changes):
-    return run_steps(Layout(**changes))
+reference = functools.cache(run_steps)
 
 
 def alone(layout):
-    names = ("layers", "rows", "tied", "dropout", "vocab_size", "multiple_of")
-    return reference(**{name: getattr(layout, name) for name in names})
+    solo = Layout(
+        layers=layout.layers,
+        rows=layout.rows,
+        tied=layout.tied,
+        dropout=layout.dropout,
+        vocab_size=layout.vocab_size,
+        multiple_of=layout.multiple_of,
+    )
+    return reference(solo)
 
 
-@pytest.mark.parametrize("name", every_pair.named(TWO, **FEW_OF_TWO))
+@pytest.mark.parametrize("name", every_pair.named(TWO, beside=FOUR))
 def test_two_stages_give_the_numbers_of_one_process(name, of_two):
     needs_v(TWO[name].schedule)
     found, wanted = of_two[name], alone(TWO[name])
@@ -136,7 +133,7 @@ def test_two_stages_give_the_numbers_of_one_process(name, of_two):
     assert (found["hashes"], found["tokens"]) == (wanted["hashes"], wanted["tokens"])
 
 
-@pytest.mark.parametrize("name", every_pair.named(FOUR, **FEW_OF_FOUR))
+@pytest.mark.parametrize("name", every_pair.named(FOUR, beside=TWO, always=ALWAYS))
 def test_four_ranks_give_the_numbers_of_one_process(name, of_four):
     needs_v(FOUR[name].schedule)
     assert difference(of_four[name], alone(FOUR[name])) < 1e-12
@@ -557,22 +554,25 @@ def half_frozen(config, **options):
     return model
 
 
-def frozen_steps(layout, *runs):
-    """Fine-tune the upper half of the blocks in some runs, one after the other; return the last."""
+def frozen_steps(layout, **options):
+    """Fine-tune the upper half of the blocks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole_step, "Decoder", half_frozen)
-        return [run_steps(layout, **run) for run in runs][-1]
+        return run_steps(layout, **options)
+
+
+def frozen_and_resumed(layout, folder):
+    frozen_steps(layout, steps=1, save_to=folder)
+    return frozen_steps(layout, steps=2, resume_from=folder, save_to=folder)
 
 
 def test_a_stage_that_is_frozen_as_a_whole_saves_and_goes_on(tmp_path):
-    begin = {"steps": 1, "save_to": tmp_path}
-    again = {"steps": 2, "resume_from": tmp_path, "save_to": tmp_path}
     layout = two(dtype=torch.float32)  # a rank with nothing to train has the norm in fp32
-    found = joined(run_ranks(frozen_steps, 2, layout, begin, again))
-    solo = Layout(**DEEP, dtype=torch.float32)
-    loaded = frozen_steps(solo, {"steps": 2, "resume_from": tmp_path})
+    found = joined(run_ranks(frozen_and_resumed, 2, layout, tmp_path))
+    solo = Layout(layers=4, dtype=torch.float32)
+    loaded = frozen_steps(solo, steps=2, resume_from=tmp_path)
     assert loaded["state_hash"] == found["state_hash"]
-    whole = frozen_steps(solo, {"steps": 2})
+    whole = frozen_steps(solo, steps=2)
     last = {key: whole[key][1:] for key in ("losses", "norms")}
     assert difference(found, whole | last) < 1e-5
 

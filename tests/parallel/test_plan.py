@@ -14,8 +14,9 @@ from trainkit.types import Layout, Precision
 
 
 def test_it_has_every_kind_in_order_and_takes_care_of_every_axis():
-    how = {"recompute": "full", "offload": 0, "compiled": True, "attention": ["sdpa"]}
-    plan = make_decoder_plan(Layout(), **how)
+    plan = make_decoder_plan(
+        Layout(), recompute="full", offload=0, compiled=True, attention=["sdpa"]
+    )
     others = {*OF_THE_WHOLE, "ddp"}  # the latter beside FSDP or in its place, by hand
     assert [step.kind for step in plan] == [kind for kind in ORDER if kind not in others]
     covered = {axis for step in plan for axis in step.axes}

@@ -34,13 +34,13 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def gradients(degrees, *, dtype=BF16, plan=(), tied=False, call=tk.call_model, whole_plan=False):
+def gradients(layout, *, dtype=BF16, plan=(), tied=False, call=tk.call_model, whole_plan=False):
     """Return the loss and every gradient of a step of four microbatches, and their dtypes."""
     # Torch warns of each norm that autocast gives bf16, as it does those of queries and keys.
     model = attrs.evolve(CONFIG, tied=tied, vocab_size=32, qk_norm=call is tk.call_model)
     text = corpus()
     bins = tk.pack_bins(text.lengths, CAPACITY)
-    with tk.parallel_session(**degrees) as ps:
+    with tk.parallel_session(layout) as ps:
         stages = tk.build_stages(
             lambda: Decoder(model, head="hidden"),
             ps,
@@ -72,12 +72,12 @@ def farthest(found, wanted):
 
 
 def every_layout(layouts, tied=False):
-    return [gradients(degrees, tied=tied) for degrees in layouts]
+    return [gradients(layout, tied=tied) for layout in layouts]
 
 
 @functools.cache
 def alone(**options):
-    return gradients({}, **options)
+    return gradients(tk.Layout(), **options)
 
 
 def test_one_process_rounds_to_bf16():
@@ -90,9 +90,9 @@ def test_one_process_rounds_to_bf16():
 @pytest.mark.parametrize("tied", [False, True])
 def test_layouts_differ_by_the_order_of_sums_alone(tied):
     loss, wanted, _ = alone(tied=tied)
-    layouts = [{"dp_shard": 2}, {"dp_shard": 1, "dp_replicate": 2}]
+    layouts = [tk.Layout(dp_shard=2), tk.Layout(dp_shard=1, dp_replicate=2)]
     if not tied:  # two stages add their gradients of a tied weight in fp32, one process in bf16
-        layouts.append({"dp_shard": 1, "pp": 2})
+        layouts.append(tk.Layout(dp_shard=1, pp=2))
     for ranks in run_ranks(every_layout, 2, layouts, tied):
         for found, grads, _ in ranks:
             assert found == pytest.approx(loss, rel=1e-6)
@@ -101,7 +101,7 @@ def test_layouts_differ_by_the_order_of_sums_alone(tied):
 
 def test_tensor_parallel_ranks_compute_in_bf16_too():
     loss, wanted, _ = alone()
-    tp = {"dp_shard": 1, "tp": 2}
+    tp = tk.Layout(dp_shard=1, tp=2)
     for found, grads, _ in (ranks[0] for ranks in run_ranks(every_layout, 2, [tp])):
         assert found == pytest.approx(loss, rel=1e-2)
         assert 1e-4 < farthest(grads, wanted) < 2e-1  # partial sums are rounded before they add up
@@ -109,7 +109,7 @@ def test_tensor_parallel_ranks_compute_in_bf16_too():
 
 def recomputed_and_compiled():
     plans = (recompute("full"),), (compile_blocks(backend="aot_eager"),)
-    return [gradients({}, plan=plan)[1] for plan in plans]
+    return [gradients(tk.Layout(), plan=plan)[1] for plan in plans]
 
 
 def test_recomputation_and_compilation_round_at_the_same_places():
@@ -123,12 +123,12 @@ def in_the_four_dtypes():
     plan = functools.partial(make_decoder_plan, tk.Layout())
     found = {}
     for name, layout, asked in (
-        ("sums", {"dp_shard": 2}, tk.Precision(compute="fp32", reduction="bf16")),
-        ("fp32", {"dp_shard": 2}, tk.Precision(compute="fp32")),
-        ("others", {"dp_shard": 1, "tp": 2}, tk.Precision(compute="fp32", reduction="bf16")),
-        ("kept, sharded", {"dp_shard": 2}, KEPT),
-        ("kept", {"dp_shard": 1, "pp": 2}, KEPT),
-        ("kept, split", {"dp_shard": 1, "tp": 2}, KEPT),
+        ("sums", tk.Layout(dp_shard=2), tk.Precision(compute="fp32", reduction="bf16")),
+        ("fp32", tk.Layout(dp_shard=2), tk.Precision(compute="fp32")),
+        ("others", tk.Layout(dp_shard=1, tp=2), tk.Precision(compute="fp32", reduction="bf16")),
+        ("kept, sharded", tk.Layout(dp_shard=2), KEPT),
+        ("kept", tk.Layout(dp_shard=1, pp=2), KEPT),
+        ("kept, split", tk.Layout(dp_shard=1, tp=2), KEPT),
     ):
         found[name] = gradients(layout, plan=plan(precision=asked), whole_plan=True)
     return found
@@ -144,19 +144,22 @@ def test_parameters_and_sums_are_in_what_they_are_asked_to_be():
     assert all(torch.equal(g, g.to(BF16).float()) for g in first["sums"][1].values())
     assert farthest(first["others"][1], exact) < 1e-5  # what is no sum of FSDP's is in fp32
     pipeline = first["kept"][1] | second["kept"][1]
-    solo = gradients({}, plan=make_decoder_plan(tk.Layout(), precision=KEPT), whole_plan=True)[1]
+    solo = gradients(
+        tk.Layout(), plan=make_decoder_plan(tk.Layout(), precision=KEPT), whole_plan=True
+    )[1]
     assert farthest(pipeline, solo) == 0
     assert farthest(first["kept, sharded"][1], solo) < 1e-6  # no sum is rounded
 
 
 def under_autocast():
     run = functools.partial(gradients, dtype=None, call=autocast_call(tk.call_model))
-    return run({"pp": 2, "dp_shard": 1}), run({"dp_shard": 2}, plan=[recompute("full")])
+    pipeline = run(tk.Layout(pp=2, dp_shard=1))
+    return pipeline, run(tk.Layout(dp_shard=2), plan=[recompute("full")])
 
 
 def test_autocast_is_a_call_in_any_layout():
-    loss, wanted = gradients({}, dtype=None, call=autocast_call(tk.call_model))[:2]
-    exact = gradients({}, dtype=None, call=functools.partial(tk.call_model))[1]
+    loss, wanted = gradients(tk.Layout(), dtype=None, call=autocast_call(tk.call_model))[:2]
+    exact = gradients(tk.Layout(), dtype=None, call=functools.partial(tk.call_model))[1]
     assert 1e-3 < farthest(wanted, exact) < 2e-1
     for pipeline, sharded in run_ranks(under_autocast, 2):
         for found, grads, _ in (pipeline, sharded):
@@ -203,8 +206,11 @@ def test_a_forward_pass_that_fails_leaves_the_parameters_to_be_seen():
 
 
 def test_a_block_that_shows_its_parameters_cast_is_compiled_whole():
-    how = {"backend": "eager", "fullgraph": torch.__version__ >= "2.13"}  # before it in parts
-    model = torch.compile(mixed_precision(BF16)(nn.Linear(2, 1), SOLO), **how)
+    model = torch.compile(
+        mixed_precision(BF16)(nn.Linear(2, 1), SOLO),
+        backend="eager",
+        fullgraph=torch.__version__ >= "2.13",  # before it in parts
+    )
     for _ in range(2):
         assert model(torch.ones(1, 2)).dtype == BF16
         assert model.weight.dtype == torch.float32

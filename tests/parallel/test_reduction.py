@@ -144,10 +144,10 @@ def wrapped(kind, model, ps):
 def problems_of(kinds):
     """Return what differs from one process, in every case of some kinds of modules."""
     found = {}
-    for kind, degrees, widths in kinds:
-        with tk.parallel_session(**degrees) as ps:
+    for kind, layout, widths in kinds:
+        with tk.parallel_session(layout) as ps:
             rank, world = ps.world.index, ps.world.count
-            cases = REPLICATED if degrees else SHARDED
+            cases = REPLICATED if layout.dp_replicate > 1 else SHARDED
             each = [(name, "each") for name in IN_THE_END if kind == "fsdp" and name in cases]
             for name, reduce in [*((name, "last") for name in cases), *each]:
                 steps = cases[name]
@@ -156,8 +156,9 @@ def problems_of(kinds):
                 model = wrapped(kind, model, ps)
                 for step in steps:
                     batches = batches_of(rank, step[rank * len(step) // world])
-                    options = {"denominator": torch.tensor(7), "call": call, "reduce": reduce}
-                    tk.forward_backward(model, batches, loss, **options)
+                    tk.forward_backward(
+                        model, batches, loss, denominator=torch.tensor(7), call=call, reduce=reduce
+                    )
                 wanted |= dict.fromkeys([n for n in wanted if "entry" in n and kind[:2] == "no"])
                 tolerance = 1e-5 if kind == "fp32" else 1e-12
                 if wrong := differing(gradients(model), wanted, tolerance):
@@ -166,11 +167,11 @@ def problems_of(kinds):
 
 
 KINDS_OF_TWO = [
-    ("fsdp", {}, (1, 3)),
-    ("fp32", {}, (2, 2)),
-    ("no unit around the others", {}, (2, 2)),
-    ("fsdp", {"dp_replicate": 2}, (1, 3)),
-    ("ddp", {"dp_replicate": 2}, (1, 3)),
+    ("fsdp", tk.Layout(), (1, 3)),
+    ("fp32", tk.Layout(), (2, 2)),
+    ("no unit around the others", tk.Layout(), (2, 2)),
+    ("fsdp", tk.Layout(dp_replicate=2), (1, 3)),
+    ("ddp", tk.Layout(dp_replicate=2), (1, 3)),
 ]
 
 
@@ -179,7 +180,7 @@ def test_ranks_whose_rows_take_different_ways_have_the_gradient_of_one_process()
 
 
 def problems_of_four():
-    return problems_of([("fsdp", {"dp_replicate": 2}, (2, 2))]) | problems_in_a_pipeline()
+    return problems_of([("fsdp", tk.Layout(dp_replicate=2), (2, 2))]) | problems_in_a_pipeline()
 
 
 def problems_in_a_pipeline():

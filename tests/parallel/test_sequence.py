@@ -25,18 +25,12 @@ from trainkit.text.streams import make_document_opener, pack_stream
 from trainkit.tools.testing import run_ranks
 from trainkit.types import ConfigError, Cursor, DataShard, Share
 
-# Rows of 24 tokens of documents that are aligned to 8: enough for a ring of 4.
-ALIGNED = {"multiple_of": 8}
+ALIGNMENT = 8  # of documents, in rows of 24 tokens: enough for a ring of 4
 WHOLE = Share(0, 1)
 
 
-@functools.cache
-def reference(**changes):
-    return run_steps(Layout(**ALIGNED, **changes))
-
-
-def layout(world, **changes):
-    return Layout(world, **ALIGNED, **changes)
+reference = functools.cache(run_steps)
+layout = functools.partial(Layout, multiple_of=ALIGNMENT)
 
 
 def several(layouts):
@@ -82,8 +76,8 @@ def found_on(world):
 @pytest.mark.parametrize("name", every_pair.named(LAYOUTS))
 def test_it_gives_the_numbers_of_one_process(name):
     each = LAYOUTS[name]
-    changes = {key: getattr(each, key) for key in ("tied", "dropout", "vocab_size")}
-    want = reference(**{k: v for k, v in changes.items() if v != getattr(Layout(), k)})
+    solo = layout(tied=each.tied, dropout=each.dropout, vocab_size=each.vocab_size)
+    want = reference(solo)
     whole = found_on(each.world)[name]
     assert difference(whole, want) < 1e-12
     assert whole["hashes"] == want["hashes"]
@@ -148,23 +142,23 @@ def test_a_plan_that_leaves_the_folded_ranks_to_nobody_is_refused():
 
 # ---------------------------------------------------------------------------------------- the batch
 
-SHARES = [
-    {"ring": Share(ring, rings), "ulysses": Share(slice_, slices)}
+SHARDS = [
+    DataShard(ring=Share(ring, rings), ulysses=Share(slice_, slices))
     for rings, slices in [(1, 1), (2, 1), (1, 3), (2, 3), (4, 1), (2, 2)]
     for ring in range(rings)
     for slice_ in range(slices)
 ]
 
 
-def steps_of(shares):
+def steps_of(data_shard):
     text = corpus()
-    bins = tk.pack_bins(text.lengths, CAPACITY, **ALIGNED)
+    bins = tk.pack_bins(text.lengths, CAPACITY, multiple_of=ALIGNMENT)
     packed = PackedCorpus(text, bins, dict.fromkeys(range(len(bins)), 1))
     return make_step_batch(
         packed,
         shuffle_epochs(len(bins), rows_per_step=5, seed=0),
         Cursor(3),
-        data_shard=DataShard(**shares),
+        data_shard=data_shard,
         rows_per_microbatch=2,
         noise_seed=0,
     )
@@ -172,11 +166,11 @@ def steps_of(shares):
 
 @pytest.mark.parametrize("counts", [(1, 1), (2, 1), (4, 1), (1, 3), (2, 3), (2, 2)], ids=str)
 def test_the_shares_of_a_step_add_up_to_it(counts):
-    whole = steps_of({}).microbatches
+    whole = steps_of(DataShard()).microbatches
     parts = [
-        steps_of(shares).microbatches
-        for shares in SHARES
-        if (shares["ring"].count, shares["ulysses"].count) == counts
+        steps_of(shard).microbatches
+        for shard in SHARDS
+        if (shard.ring.count, shard.ulysses.count) == counts
     ]
     assert {len(part) for part in parts} == {len(whole)} == {3}
     total = sum(int(tk.batch_hash(part)) for part in parts)
@@ -192,11 +186,10 @@ def test_the_shares_of_a_step_add_up_to_it(counts):
 
 
 def test_a_microbatch_is_the_share_of_its_microbatch():
-    for shares in SHARES:
-        for part, batch in zip(
-            steps_of(shares).microbatches, steps_of({}).microbatches, strict=True
-        ):
-            want = shard_sequence(batch, **shares)
+    whole = steps_of(DataShard()).microbatches
+    for shard in SHARDS:
+        for part, batch in zip(steps_of(shard).microbatches, whole, strict=True):
+            want = shard_sequence(batch, ring=shard.ring, ulysses=shard.ulysses)
             for name, value in want.items():
                 if name != "spans":
                     assert torch.equal(part[name], value)
@@ -210,20 +203,19 @@ def test_a_step_of_a_stream_is_sharded_too():
     documents = make_document_opener(lambda: iter([np.arange(n) for n in (5, 30, 9, 12)]))
     (step, *_) = pack_stream(documents, Cursor(), capacity=24, rows=2, seed=0, multiple_of=4)
     whole = make_microbatches(step.packed, range(2), rows_per_microbatch=1)
-    for shares in SHARES:
-        if shares["ring"].count < 4:
-            data_shard = DataShard(**shares)
+    for shard in SHARDS:
+        if shard.ring.count < 4:
             parts = make_microbatches(
-                step.packed, range(2), data_shard=data_shard, rows_per_microbatch=1
+                step.packed, range(2), data_shard=shard, rows_per_microbatch=1
             )
             for part, batch in zip(parts, whole, strict=True):
-                want = shard_sequence(batch, **shares)
+                want = shard_sequence(batch, ring=shard.ring, ulysses=shard.ulysses)
                 assert torch.equal(part.token_index, want.token_index)
 
 
 def evaluations(share, *, ring=WHOLE, ulysses=WHOLE):
     text = corpus()
-    bins = tk.pack_bins(text.lengths[:2], CAPACITY, **ALIGNED)
+    bins = tk.pack_bins(text.lengths[:2], CAPACITY, multiple_of=ALIGNMENT)
     assert len(bins) == 4
     data_shard = DataShard(share, ring, ulysses)
     return list(
@@ -251,9 +243,9 @@ def test_an_evaluation_is_sharded_and_no_rank_is_left_without_a_batch():
 def test_lengths_that_do_not_divide_are_refused_with_the_remedy():
     fifth = Share(0, 5)
     with pytest.raises(ConfigError, match=r"24 tokens .* ring = 5 x 2 .* multiple of 10"):
-        steps_of({"ring": fifth})
+        steps_of(DataShard(ring=fifth))
     with pytest.raises(ConfigError, match=r"ring = 2 x 2 .* ulysses = 8; .* multiple of 16"):
-        steps_of({"ring": Share(0, 2), "ulysses": Share(0, 8)})
+        steps_of(DataShard(ring=Share(0, 2), ulysses=Share(0, 8)))
     with pytest.raises(ConfigError, match=r"ulysses = 5; .* multiple of 5"):
         evaluations(Share(0, 1), ulysses=fifth)
     text = corpus()
@@ -314,7 +306,7 @@ def mistakes(names):
 def test_planted_mistakes_are_seen():
     names = ["positions", "labels", "boundary", "sync", "none"]
     found = run_ranks(mistakes, 2, names)[0]
-    want = run_steps(Layout(**ALIGNED), steps=1)
+    want = run_steps(layout(), steps=1)
     seen = {name: difference(run, want) for name, run in zip(names, found, strict=True)}
     assert seen.pop("none") < 1e-12
     assert min(seen.values()) > 1e-4, seen

@@ -166,8 +166,7 @@ def test_selective_recomputation_keeps_products_and_attention():
         )
         batch = tk.batch.make_padding_batch(1, 4)
         with Calls() as calls:
-            rest = {"position_ids": batch.position_ids, "spans": batch.spans}
-            model(batch.input_ids, **rest).sum().backward()
+            tk.call_model(model, batch).sum().backward()
         counts.append((calls.log.count(forward), calls.log.count(aten.mm.default)))
     assert counts[0] == counts[1] < counts[2]
 
@@ -175,8 +174,7 @@ def test_selective_recomputation_keeps_products_and_attention():
 def kept_by(model, batch):
     """Return the bytes of each storage that a forward pass leaves, parameters among them."""
     with StorageCount() as counter:
-        rest = {"position_ids": batch.position_ids, "spans": batch.spans}
-        output = model(batch.input_ids, **rest)
+        output = tk.call_model(model, batch)
     gc.collect()
     sizes = [*counter.sizes.values()]
     del output
@@ -238,5 +236,4 @@ def test_a_copy_of_a_recomputed_model_runs_its_own_weights():
         for p in twin.layers.parameters():
             p.zero_()
     batch = tk.batch.make_padding_batch(1, 4)
-    arguments = {"position_ids": batch.position_ids, "spans": batch.spans}
-    assert not torch.equal(twin(batch.input_ids, **arguments), model(batch.input_ids, **arguments))
+    assert not torch.equal(tk.call_model(twin, batch), tk.call_model(model, batch))

@@ -151,27 +151,23 @@ def own_loss(logits, batch):
     return total + 0.1 * far, {**terms, "distance": far.detach()}
 
 
-ON_LOGITS = {
-    "own, whole logits": {"styles": None},
-    "own, whole logits, tied": {"styles": None, "tied": True},
-    "without a cut sequence, whole logits": {"styles": WHOLE_SEQUENCE},
-    "gathered by the plan": {"styles": WHOLE_SEQUENCE | {"head": "column_gathered"}},
-}
+gradients_of_logits = functools.partial(gradients, head="logits", loss=own_loss)
+GATHERED = WHOLE_SEQUENCE | {"head": "column_gathered"}
 
 
-def gradients_of_logits():
+def logits_on_two_ranks():
     return {
-        name: gradients(**options, head="logits", loss=own_loss, tp=2)
-        for name, options in ON_LOGITS.items()
+        "own, whole logits": gradients_of_logits(None, tp=2),
+        "own, whole logits, tied": gradients_of_logits(None, tied=True, tp=2),
+        "without a cut sequence, whole logits": gradients_of_logits(WHOLE_SEQUENCE, tp=2),
+        "gathered by the plan": gradients_of_logits(GATHERED, tp=2),
     }
 
 
 def test_a_loss_on_logits_sees_the_whole_vocabulary_in_value_and_gradient():
-    found = run_ranks(gradients_of_logits, 2)[0]
-    for name, options in ON_LOGITS.items():
-        tied = options.get("tied", False)
-        wanted = gradients(None, head="logits", loss=own_loss, tied=tied)
-        assert difference(found[name], wanted) < 1e-12, name
+    wanted = {tied: gradients_of_logits(None, tied=tied) for tied in (False, True)}
+    for name, found in run_ranks(logits_on_two_ranks, 2)[0].items():
+        assert difference(found, wanted["tied" in name]) < 1e-12, name
 
 
 def gradients_of_plans():
@@ -323,49 +319,56 @@ def fake(tp):
     return attrs.evolve(solo_parallel(), tp=Axis("tp", Share(0, tp)))
 
 
-def decoder(**changes):
+SMALL = model_config(BASE)
+SIX_HEADS = attrs.evolve(
+    SMALL,
+    heads=6,
+    kv_heads=6,
+    head_dim=None,
+    qk_norm=False,
+    qkv_bias=False,
+    latents=Latents(kv_rank=4, plain=4, rotary=2, values=5),
+)
+ODD_MLP = attrs.evolve(SMALL, mlp_width=25)
+TWO_KV_HEADS = attrs.evolve(SMALL, kv_heads=2)
+ODD_VOCABULARY = attrs.evolve(SMALL, vocab_size=31)
+
+
+def decoder(config=SMALL):
     with torch.device("meta"):
-        return Decoder(attrs.evolve(model_config(BASE), **changes))
+        return Decoder(config)
 
 
-SIX_HEADS = {
-    "heads": 6,
-    "kv_heads": 6,
-    "head_dim": None,
-    "qk_norm": False,
-    "qkv_bias": False,
-    "latents": Latents(kv_rank=4, plain=4, rotary=2, values=5),
-}
 WITHOUT_NORM = {k: v for k, v in DECODER_STYLES.items() if k != "layers.*.mlp_norm"}
 MLP = {"layers.*.mlp.up": "column", "layers.*.mlp.down": "row"}
 
 
 @pytest.mark.parametrize(
-    ("tp", "changes", "styles", "words"),
+    ("tp", "config", "styles", "words"),
     [
-        (8, {}, None, ["'layers.0.attention.wq'", "has 4 heads, which do not", "tp = 8"]),
-        (4, {"kv_heads": 2}, None, ["'layers.0.attention.wk'", "2 heads", "tp = 4"]),
+        (8, SMALL, None, ["'layers.0.attention.wq'", "has 4 heads, which do not", "tp = 8"]),
+        (4, TWO_KV_HEADS, None, ["'layers.0.attention.wk'", "2 heads", "tp = 4"]),
         (4, SIX_HEADS, None, ["'layers.0.attention.wq' has 6 heads, which do not", "tp = 4"]),
         (4, SIX_HEADS, {"layers.*.attention.wkv": "column"}, ["attention.wkv' has 6 heads"]),
-        (2, {"vocab_size": 31}, None, ["embedding.weight", "is 31, which does not", "tp = 2"]),
-        (2, {"mlp_width": 25}, None, ["mlp.gate.weight", "25", "tp = 2"]),
-        (2, {"mlp_width": 25}, MLP, ["mlp.up.weight", "25", "tp = 2"]),
-        (2, {}, {"layers.*.mpl": "gather"}, ["'layers.*.mpl'", "matches"]),
-        (1, {}, {"layers.*.mpl": "gather"}, ["'layers.*.mpl'", "matches"]),
-        (2, {}, {"norm": "row"}, ["'norm'", "RMSNorm", "Linear"]),
-        (2, {}, {"norm": "rows"}, ["'rows'", "'norm'", "column"]),
-        (2, {}, {"norm": "partial", "n*": "partial"}, ["'norm'", "'n*'", "two patterns"]),
+        (2, ODD_VOCABULARY, None, ["embedding.weight", "is 31, which does not", "tp = 2"]),
+        (2, ODD_MLP, None, ["mlp.gate.weight", "25", "tp = 2"]),
+        (2, ODD_MLP, MLP, ["mlp.up.weight", "25", "tp = 2"]),
+        (2, SMALL, {"layers.*.mpl": "gather"}, ["'layers.*.mpl'", "matches"]),
+        (1, SMALL, {"layers.*.mpl": "gather"}, ["'layers.*.mpl'", "matches"]),
+        (2, SMALL, {"norm": "row"}, ["'norm'", "RMSNorm", "Linear"]),
+        (2, SMALL, {"norm": "rows"}, ["'rows'", "'norm'", "column"]),
+        (2, SMALL, {"norm": "partial", "n*": "partial"}, ["'norm'", "'n*'", "two patterns"]),
         # What would be summed twice, by nobody, or only by some.
-        (2, {}, {**DECODER_STYLES, "head": "column"}, ["'head' sums", "column_inside"]),
-        (2, {}, {**DECODER_STYLES, "head": "column_gathered"}, ["'head' sums", "_gathered"]),
-        (1, {}, {**DECODER_STYLES, "layers.*.mlp.up": "column"}, ["mlp.up' sums"]),
-        (2, {}, {"layers.*.mlp.[gu]*": "column_inside"}, ["nothing sums", "mlp.gate'"]),
-        (2, {}, WITHOUT_NORM, ["'layers.0.mlp_norm' has parameters", "no style", '"partial"']),
+        (2, SMALL, {**DECODER_STYLES, "head": "column"}, ["'head' sums", "column_inside"]),
+        (2, SMALL, {**DECODER_STYLES, "head": "column_gathered"}, ["'head' sums", "_gathered"]),
+        (1, SMALL, {**DECODER_STYLES, "layers.*.mlp.up": "column"}, ["mlp.up' sums"]),
+        (2, SMALL, {"layers.*.mlp.[gu]*": "column_inside"}, ["nothing sums", "mlp.gate'"]),
+        (2, SMALL, WITHOUT_NORM, ["'layers.0.mlp_norm' has parameters", "no style", '"partial"']),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_sent(tp, changes, styles, words):
+def test_what_does_not_fit_is_refused_before_anything_is_sent(tp, config, styles, words):
     with pytest.raises(ConfigError) as caught:
-        tensor_parallel(styles)(decoder(**changes), fake(tp))
+        tensor_parallel(styles)(decoder(config), fake(tp))
     assert all(word in str(caught.value) for word in words), caught.value
 
 
@@ -424,8 +427,8 @@ def test_a_sequence_that_does_not_divide_is_refused_before_anything_is_sent():
 def compiled_whole():
     with tk.parallel_session(tp=2) as ps:
         own = tensor_parallel({"0": "replicated"})(nn.Sequential(nn.Linear(3, 2)), ps)[0]
-        how = {"backend": "eager", "fullgraph": torch.__version__ >= "2.13"}  # before it in parts
-        compiled = torch.compile(own, **how)
+        fullgraph = torch.__version__ >= "2.13"  # before it in parts
+        compiled = torch.compile(own, backend="eager", fullgraph=fullgraph)
         compiled(torch.ones(1, 3))
         return tuple(compiled(torch.ones(1, 3)).shape)
 

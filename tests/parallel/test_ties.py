@@ -60,9 +60,9 @@ def built(plan, ps, *, make_model=Shared, filled=weights, **more):
     return tk.build_stages(make_model, ps, PLANS[plan], weights=filled, **more)
 
 
-def facts(plan, **degrees):
+def facts(plan, layout=None):
     """Return the names of parameters, the ties, and whether the head is the embedding's values."""
-    with tk.parallel_session(**degrees) as ps:
+    with tk.parallel_session(layout) as ps:
         (model,) = built(plan, ps)
         same = model.head.weight is model.wte.weight
         names = list(tk.get_named_parameters([model]))
@@ -82,8 +82,13 @@ def test_on_one_process_a_shared_weight_is_one_parameter(plan):
 
 
 def all_facts():
-    plans = {"fsdp": {}, "tensor": {"tp": 2}, "tensor, fsdp": {"tp": 2, "dp_replicate": 1}}
-    return [facts(plan, **degrees) for plan, degrees in plans.items()] + [between_units()]
+    tp = tk.Layout(tp=2)
+    return [
+        facts("fsdp"),
+        facts("tensor", tp),
+        facts("tensor, fsdp", tp),
+        between_units(),
+    ]
 
 
 def between_units():
@@ -130,7 +135,7 @@ def test_a_weight_that_two_stages_share_is_refused_by_both_names():
 # ---------------------------------------------------------------------------------------- weights
 
 
-def folder_of(**tensors):
+def folder_of(tensors):
     """Return weights that hold some tensors, as those of a folder do."""
 
     def read(name, shape, offset):
@@ -152,13 +157,13 @@ VALUES = torch.arange(6.0).reshape(3, 2)
 
 @pytest.mark.parametrize("names", [["wte.weight"], ["head.weight"], ["wte.weight", "head.weight"]])
 def test_weights_may_hold_a_shared_parameter_under_any_of_its_names(names):
-    held = folder_of(**dict.fromkeys(names, VALUES))
+    held = folder_of(dict.fromkeys(names, VALUES))
     (model,) = tk.build_stages(Tied, tk.solo_parallel(), [], weights=held)
     assert torch.equal(model.head.weight, VALUES)
     assert model.head.weight is model.wte.weight
 
 
 def test_weights_that_hold_two_values_for_one_parameter_are_refused():
-    held = folder_of(**{"wte.weight": VALUES, "head.weight": VALUES + 1})
+    held = folder_of({"wte.weight": VALUES, "head.weight": VALUES + 1})
     with pytest.raises(CheckpointError, match=r"'wte.weight' and 'head.weight' are one parameter"):
         tk.build_stages(Tied, tk.solo_parallel(), [], weights=held)

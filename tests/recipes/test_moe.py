@@ -264,8 +264,9 @@ def worst_loads(monkeypatch, out, *flags, steps):
 
     Its model is a smaller one, with two layers of experts.
     """
-    recipe, small = load("moe"), {"layers": 3, "width": 64, "mlp_width": 192}
-    build, config = recipe.build, functools.partial(make_decoder_config, **small)
+    recipe = load("moe")
+    build = recipe.build
+    config = functools.partial(make_decoder_config, layers=3, width=64, mlp_width=192)
 
     def build_tilted(*given):
         stages, optimizer = build(*given)

@@ -68,13 +68,14 @@ def run_steps(out, ps, stopping, *, steps, seconds, save_every, at):
 def train(out, steps=10, seconds=0.0, *, save_every=1000, at=nothing):
     """Run the recipe in this process; return (exit code, step, who stopped it)."""
     with (
-        trap_signals() as asked,
+        trap_signals() as stop_reason,
         parallel_session() as ps,
         lock_run(out, ps.world),
-        open_stop_vote(asked, ps.world) as stopping,
+        open_stop_vote(stop_reason, ps.world) as stopping,
     ):
-        options = {"steps": steps, "seconds": seconds, "save_every": save_every, "at": at}
-        step, stop = run_steps(out, ps, stopping, **options)
+        step, stop = run_steps(
+            out, ps, stopping, steps=steps, seconds=seconds, save_every=save_every, at=at
+        )
         return EXIT_SAVED if stop else 0, step, stop
 
 

@@ -20,6 +20,7 @@ from trainkit.weights.checkpoint import CheckpointOptions
 
 TOLD = ("step", "loss_hex", "grad_norm_hex", "lr_hex", "tokens", "tokens_total", "skipped")
 TIMEOUTS = Timeouts(start_timeout=60.0)
+POLICY = health.Policy(spike_after=4)
 
 
 def batch_at(cursor, wrong):
@@ -61,22 +62,38 @@ def make_step(model, optimizer, policy, overflows):
 
 
 def train(
-    out, steps, *, every, wrong=None, die_at=None, stop_at=None, seen=None, overflows=None, **policy
+    out,
+    steps,
+    *,
+    every,
+    wrong=None,
+    die_at=None,
+    stop_at=None,
+    seen=None,
+    overflows=None,
+    policy=POLICY,
 ):
     """Train a small model; return its parameters. With `overflows`, steps, the loss is scaled."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1, dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    policy, stop = health.Policy(**{"spike_after": 4} | policy), None
+    stop = None
     step, replay = make_step(model, optimizer, policy, overflows)
 
     with open_run(out, timeouts=TIMEOUTS) as made:
         checkpoints = CheckpointOptions(save_every=8, background_saves=False)
         logging = LoggingOptions(log_every=every)
         state = made.resume([model], optimizer)
-        around = {"steps": steps, "replay": replay, "policy": policy, "checkpoints": checkpoints}
-        around["logging"] = logging
-        with made.loop(state, [model], optimizer, **around) as loop:
+        with made.loop(
+            state,
+            [model],
+            optimizer,
+            steps=steps,
+            replay=replay,
+            policy=policy,
+            checkpoints=checkpoints,
+            logging=logging,
+        ) as loop:
             while state.step < steps and not stop:
                 batch = batch_at(state.cursor, wrong or {})
                 state, metrics = step(state, batch)
@@ -158,7 +175,8 @@ def test_names_are_given_where_the_last_step_is_the_bad_one(tmp_path):
 
 def test_a_spike_is_skipped_by_the_limit_that_the_device_had(tmp_path):
     # Looks are after steps 1, 8 and 16: no limit was known to the device when it took step 6.
-    train(tmp_path, 16, every=8, wrong={5: 100.0, 12: 100.0}, on_spike="skip", max_skips=9)
+    policy = attrs.evolve(POLICY, on_spike="skip", max_skips=9)
+    train(tmp_path, 16, every=8, wrong={5: 100.0, 12: 100.0}, policy=policy)
     assert [x["step"] for x in lines(tmp_path) if x["skipped"]] == [13]
     assert [x["step"] for x in events(tmp_path, "skip")] == [13]
     assert events(tmp_path, "apply") == []
@@ -212,9 +230,16 @@ def test_between_two_looks_nothing_is_read_and_the_watch_allows_for_all_of_them(
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     with open_run(tmp_path, timeouts=TIMEOUTS) as made:
-        around = {"steps": 99, "replay": None, "checkpoints": checkpoints, "logging": logging}
         state = attrs.evolve(made.resume([model], optimizer), tokens=torch.tensor(0, device="meta"))
-        with made.loop(state, [model], optimizer, **around) as loop:
+        with made.loop(
+            state,
+            [model],
+            optimizer,
+            steps=99,
+            replay=None,
+            checkpoints=checkpoints,
+            logging=logging,
+        ) as loop:
             for step in range(1, 5):
                 device = "cpu" if step == 1 else "meta"  # whose numbers nobody can read
                 metrics = {name: torch.ones((), device=device) for name in ("loss", "grad_norm")}

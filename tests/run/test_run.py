@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 
 import attrs
 import pytest
@@ -17,7 +18,7 @@ from trainkit.mesh import solo_parallel
 from trainkit.metrics import decoder_flops
 from trainkit.models import make_decoder_config
 from trainkit.packing import pack_bins
-from trainkit.run import EXIT_SAVED, Timeouts, make_run_dir, open_run, startup, watchdog
+from trainkit.run import EXIT_SAVED, Run, Timeouts, make_run_dir, open_run, startup, watchdog
 from trainkit.run.config import RunConfig
 from trainkit.run.lock import lock_run
 from trainkit.run.open_run import gather_facts
@@ -273,18 +274,22 @@ def test_a_run_gathers_its_facts_and_a_bare_module_serves_as_the_stages(tmp_path
     rows = PackedCorpus(make_corpus([[1, 2, 3], [4]]), pack_bins([3, 1], 4))
     model, cfg = torch.nn.Linear(1, 1), RunConfig(seed=3, steps=4)
     optimizer = torch.optim.SGD(model.parameters())
-    told = {
-        "config": cfg,
-        "model": make_decoder_config("tiny"),
-        "tokenizer": make_byte_tokenizer(),
-        "rows": rows,
-        "corpora": {"web": rows.corpus},
-        "first": InitialWeights(None),
-        "context": 4,
-        "template": "chatml",
-    }
+    resume = partial(
+        Run.resume,
+        stages=model,
+        optimizer=optimizer,
+        config=cfg,
+        model=make_decoder_config("tiny"),
+        tokenizer=make_byte_tokenizer(),
+        rows=rows,
+        corpora={"web": rows.corpus},
+        first=InitialWeights(None),
+        context=4,
+        template="chatml",
+        facts={"own": 1},
+    )
     with open_run(tmp_path, config=cfg, timeouts=TIMEOUTS) as run:
-        state = run.resume(model, optimizer, **told, facts={"own": 1})
+        state = resume(run)
         with run.loop(state, model, optimizer, steps=4, replay=None) as loop:
             loop.checkpoint(attrs.evolve(state, step=4))
         assert run.finish(state, model, optimizer, stop="a signal") == EXIT_SAVED
@@ -295,18 +300,12 @@ def test_a_run_gathers_its_facts_and_a_bare_module_serves_as_the_stages(tmp_path
     names = {"tokenizer", "rows", "files", "fingerprint", "fingerprint of web", "template"}
     assert {*names, "first weights", "software"} <= facts.keys()
     assert "config.steps" not in facts  # which says nothing of the run
-    for change, named in (
-        ({"context": 9}, None),  # which a run may be continued with
-        ({"model": make_decoder_config("tiny", layers=2)}, "model"),
-        ({"facts": {"own": 2}}, "own"),
-    ):
-        with open_run(tmp_path, config=cfg, timeouts=TIMEOUTS) as run:
-            again = {"facts": {"own": 1}, **told, **change}
-            if named is None:
-                assert run.resume(model, optimizer, **again).step == 4
-                continue
-            with pytest.raises(CheckpointError, match=named):
-                run.resume(model, optimizer, **again)
+    with open_run(tmp_path, config=cfg, timeouts=TIMEOUTS) as run:
+        assert resume(run, context=9).step == 4  # with which a run may be continued
+        with pytest.raises(CheckpointError, match="model"):
+            resume(run, model=make_decoder_config("tiny", layers=2))
+        with pytest.raises(CheckpointError, match="own"):
+            resume(run, facts={"own": 2})
 
 
 def test_facts_that_depend_on_the_batches_are_asked_for_at_each_save():

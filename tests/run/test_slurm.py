@@ -67,8 +67,7 @@ def steps_of(out, rank):
 def test_a_job_that_is_queued_again_goes_on_in_the_same_run(tmp_path, free_port):
     first = run_ranks(run_as_task, 2, tmp_path, 3, free_port())
     assert first == [(75, "")] * 2
-    again = {"SLURM_RESTART_COUNT": "1"}
-    second = run_ranks(_again, 2, tmp_path, free_port(), again)
+    second = run_ranks(_again, 2, tmp_path, free_port())
     told = "note: SLURM has started this job again (SLURM_RESTART_COUNT=1)\n"
     assert second == [(0, told)] * 2
     for rank in range(2):
@@ -80,13 +79,13 @@ def test_a_job_that_is_queued_again_goes_on_in_the_same_run(tmp_path, free_port)
         ]
 
 
-def _again(out, port, slurm):
-    return run_as_task(out, None, port, **slurm)
+def _again(out, port):
+    return run_as_task(out, None, port, SLURM_RESTART_COUNT="1")
 
 
 @pytest.mark.case("L9")
 def test_a_job_that_is_queued_again_before_its_first_checkpoint_begins_afresh(tmp_path, free_port):
-    found = run_ranks(_again, 2, tmp_path, free_port(), {"SLURM_RESTART_COUNT": "1"})
+    found = run_ranks(_again, 2, tmp_path, free_port())
     assert [code for code, _ in found] == [0, 0]
     assert "SLURM_RESTART_COUNT=1" in found[0][1]
     assert steps_of(tmp_path, 0) == [*range(1, 11)]

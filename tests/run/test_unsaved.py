@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from functools import partial
 
 import attrs
 import pytest
@@ -34,8 +35,15 @@ def train(folder, code=nothing_fails, *, log_every=1, background=False):
     logging = LoggingOptions(log_every=log_every)
     with contextlib.suppress(SystemExit), open_run(folder, timeouts=TIMEOUTS) as run:
         state = run.resume([model], optimizer, facts={})
-        around = {"steps": LAST, "replay": None, "checkpoints": checkpoints, "logging": logging}
-        with run.loop(state, [model], optimizer, **around) as loop:
+        with run.loop(
+            state,
+            [model],
+            optimizer,
+            steps=LAST,
+            replay=None,
+            checkpoints=checkpoints,
+            logging=logging,
+        ) as loop:
             while state.step < LAST:
                 step = state.step + 1
                 code(step, "before the step")
@@ -72,7 +80,7 @@ def undisturbed(tmp_path_factory):
     return train(tmp_path_factory.mktemp("undisturbed"))
 
 
-@pytest.mark.parametrize("how", [{"background": True}, {"log_every": 10}])
+@pytest.mark.parametrize("train", [partial(train, background=True), partial(train, log_every=10)])
 @pytest.mark.parametrize(
     "case",
     [
@@ -88,10 +96,10 @@ def undisturbed(tmp_path_factory):
         ((7, "before the step", NumericsError("diverged")), [4]),  # nobody wants to go on from it
     ],
 )
-def test_an_error_saves_what_is_whole(case, how, undisturbed, tmp_path, capsys):
+def test_an_error_saves_what_is_whole(case, train, undisturbed, tmp_path, capsys):
     at, saved = case
     step, place, error = at
-    train(tmp_path, fail_at(*at), **how)
+    train(tmp_path, fail_at(*at))
     said = capsys.readouterr().err
     assert saved_steps(tmp_path) == saved
     assert ("is saved in" in said) == (6 in saved or (step, place) == (4, "after the line"))
@@ -99,7 +107,7 @@ def test_an_error_saves_what_is_whole(case, how, undisturbed, tmp_path, capsys):
     if not isinstance(error, SystemExit):
         told = json.loads(said.splitlines()[-1].removeprefix("TRAINKIT_ERROR "))
         assert str(error) in told["what"]
-    assert train(tmp_path, **how) == undisturbed
+    assert train(tmp_path) == undisturbed
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, LAST + 1))
 

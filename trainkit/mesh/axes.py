@@ -34,6 +34,7 @@ def partitions_of(layout: Layout) -> dict[str, Partition]:
     tables = {name: _make_rank_table(layout, *names) for name, names in layout.axes.items()}
     fsdp = tables["fsdp"]
     (far, _), (near, count) = layout.expert_axes.items()
+    # Of the two factors of fsdp, one has adjacent ranks of a row and the other strided ones.
     tables[near] = fsdp.reshape(-1, count)
     strided = fsdp.reshape(len(fsdp), -1, count).transpose(0, 2, 1)
     tables[far] = strided.reshape(len(fsdp) * count, -1)
@@ -46,6 +47,7 @@ def _make_rank_table(
     """Return the groups of ranks that differ only in some degrees, one group a row."""
     degrees = layout.axes["world"]
     world = np.arange(layout.world).reshape([layout.count(name) for name in degrees])
+    # Ranks that differ only in `names` are adjacent once these dimensions come last.
     inner = [degrees.index(name) for name in names]
     outer = [dim for dim in range(len(degrees)) if dim not in inner]
     size = int(np.prod([world.shape[dim] for dim in inner]))
@@ -64,7 +66,7 @@ def make_groups(
     for partition in partitions.values():
         if partition in groups or len(partition[0]) == 1:
             continue
-        if len(partition) == 1:
+        if len(partition) == 1:  # all ranks: NCCL need not connect them twice
             groups[partition] = default_group()
             continue
         groups[partition] = _open_groups(partition, rank, timeout)
@@ -153,8 +155,8 @@ def make_state(
             axes[name] = Axis(name, share)
             continue
         group = groups[partition]
-        in_mesh = mesh is not None and name in (mesh.mesh_dim_names or ())
-        if mesh is not None and in_mesh:
+        # Derived axes, such as dp and loss, are no dimensions of the root mesh.
+        if mesh is not None and name in (mesh.mesh_dim_names or ()):
             axis_mesh = mesh[name]
         else:
             axis_mesh = _make_flat_mesh(group, name, device)

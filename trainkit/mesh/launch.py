@@ -27,7 +27,7 @@ class Launch:
 
 
 def _whole_number(env: Mapping[str, str], name: str, *, low: int, high: int | None = None) -> int:
-    """Return an integer variable, or say which one is missing or wrong."""
+    """Return an integer variable; raise ConfigError if it is missing or wrong."""
     text = env.get(name)
     rule = f"a whole number of at least {low}" + ("" if high is None else f" and below {high}")
     if text is None:
@@ -89,6 +89,7 @@ def launch_from_slurm(env: Mapping[str, str]) -> Launch:
     if world == 1:
         return Launch(rank, world, local)
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
+    # Up to the first comma outside of brackets: "gpu[07-08,11],cpu1" starts with "gpu[07-08,11]".
     first = re.match(r"(?:[^,\[\]]|\[[0-9]+[^\]]*\])+", nodes)
     if first is None:
         raise ConfigError(

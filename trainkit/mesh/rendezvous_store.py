@@ -13,7 +13,7 @@ import attrs
 import orjson
 import torch.distributed as dist
 
-from trainkit.files import say_on_stderr
+from trainkit.files import print_to_stderr
 from trainkit.mesh.launch import Launch
 from trainkit.types import ConfigError, PeerError
 
@@ -90,7 +90,7 @@ def waiting_lines(launch: Launch) -> Callable[[str], None]:
         now = time.monotonic()
         if now - last >= _REMINDER:
             last = now
-            say_on_stderr(
+            print_to_stderr(
                 f"parallel_session: rank {launch.rank} has been waiting for {ranks} for "
                 f"{now - start:.0f} s, at {launch.address}:{launch.port}"
             )

@@ -1,4 +1,4 @@
-"""How a batch enters a model; whoever runs a model of another signature gives another `Call`."""
+"""Calls of a model with a batch; a model of another signature needs another `Call`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from trainkit.types import Call
 class RoutingTape:
     """The choices of a model's expert layers in one forward pass, by the layer's name.
 
-    A layer that finds a choice takes it, and one that finds none writes its own down: so a
-    recomputed forward pass repeats the first one's choices, whatever noise or rounding a router
-    sees by then, and choices that came with the data (of an inference engine, say) replace the
-    router's. One tape belongs to one microbatch: make it anew for each.
+    A layer uses the choice on the tape, or writes its own if there is none. So a recomputed forward
+    pass repeats the choices of the first one, although noise or rounding may differ, and choices
+    that come with the data (of an inference engine, for instance) replace the router's. Each
+    microbatch needs a new tape.
 
     Examples:
         >>> RoutingTape().choices
@@ -29,7 +29,7 @@ class RoutingTape:
 
 
 def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Enter a batch into a model: `model(input_ids, position_ids=..., spans=...)`.
+    """Call a model with a batch: `model(input_ids, position_ids=..., spans=...)`.
 
     Examples:
         >>> seen = lambda ids, *, position_ids, spans: (ids, position_ids, spans)
@@ -40,11 +40,11 @@ def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
 
 
 def call_routed(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Enter a batch into a decoder with experts, with a tape of its own.
+    """Call a decoder with experts with a batch and a new tape.
 
-    Padding, whose document ids are below 0, goes to no expert and is in no sum. A batch may bring a
-    "noise_key" for dropout and jitter, and "choices" int64 `[B, S, L, k]` of experts that shall be
-    taken, which are shared out as tokens are.
+    Padding, whose document ids are below 0, goes to no expert and is in no sum. A batch may have a
+    "noise_key" for dropout and jitter, and "choices" int64 `[B, S, L, k]`, the experts to use,
+    which are sharded like tokens.
 
     Examples:
         >>> import torch
@@ -65,7 +65,7 @@ def call_routed(model: nn.Module, batch: Mapping[str, Any]) -> Any:
 
 
 def call_with_noise(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Enter a batch into a model with dropout: `call_model` with the batch's `noise_key`.
+    """Call a model with dropout: `call_model` with the batch's `noise_key`.
 
     Examples:
         >>> seen = lambda ids, *, position_ids, spans, noise_key: noise_key
@@ -83,10 +83,10 @@ def call_with_noise(model: nn.Module, batch: Mapping[str, Any]) -> Any:
 
 @attrs.frozen
 class CachedCall:
-    """A call for batches with a "cache", in place of one that is given whole texts each time.
+    """A call for batches with a "cache"; other calls get the complete texts in every step.
 
-    Such a batch is one row of prompts, or of the newest token of each text. What comes back are
-    logits `[1, R, V]`, or a `Hidden`, for the last token of each of the cache's rows.
+    Such a batch is one row of prompts, or of the newest token of each text. The result is logits
+    `[1, R, V]`, or a `Hidden`, for the last token of each of the cache's rows.
 
     Examples:
         >>> CachedCall(lambda model, batch: model(batch["cache"]))(str, {"cache": 7})
@@ -96,12 +96,12 @@ class CachedCall:
     call: Call
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
-        """Enter a batch into a model."""
+        """Call a model with a batch."""
         return self.call(model, batch)
 
 
 def call_with_cache(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Enter a batch and its "cache" into a decoder, with experts or without.
+    """Call a decoder, with experts or without, with a batch and its "cache".
 
     Examples:
         >>> import torch

@@ -1,7 +1,7 @@
-"""The architecture of a decoder as one record, and the parameters that follow from it.
+"""The architecture of a decoder as one record, and the shapes of its parameters.
 
-What a family adds to the plain decoder is an option here, off by default, so that what was saved
-before it was there still means the same.
+What distinguishes a family of models is an option here, off by default, so that a config that was
+saved before an option existed still means the same model.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _POSITIVE = satisfies(lambda value: 0 < value < math.inf, "above 0 and finite")
 
 @attrs.frozen
 class Llama3Scaling:
-    """How Llama 3.1 and later stretch rotary wavelengths for a longer context.
+    """The rotary scaling of Llama 3.1 and later, for a longer context.
 
     Wavelengths above `original_length / low_freq_factor` tokens are multiplied by `factor`, those
-    below `original_length / high_freq_factor` stay, and frequencies in between are blended ("The
-    Llama 3 Herd of Models", 2024, section 3.4).
+    below `original_length / high_freq_factor` are unchanged, and frequencies in between are
+    interpolated ("The Llama 3 Herd of Models", 2024, section 3.4).
 
     Examples:
         >>> Llama3Scaling(factor=8.0).original_length
@@ -36,22 +36,23 @@ class Llama3Scaling:
     original_length: int = 8192
 
     def __attrs_post_init__(self) -> None:
-        ok = 1 <= self.factor < math.inf and 1 <= self.original_length < math.inf
-        if not ok or not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
+        is_valid = 1 <= self.factor < math.inf and 1 <= self.original_length < math.inf
+        if not is_valid or not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
             raise ValueError(
-                "Llama3Scaling: want factor >= 1, 0 < low_freq_factor < high_freq_factor and "
+                "Llama3Scaling: needs factor >= 1, 0 < low_freq_factor < high_freq_factor and "
                 f"original_length >= 1, got {self}"
             )
 
 
 @attrs.frozen
 class YarnScaling:
-    """How DeepSeek-V2 and later stretch rotary wavelengths for a longer context.
+    """The rotary scaling of DeepSeek-V2 and later, for a longer context.
 
-    A rotary pair that turns more than `beta_fast` times in `original_length` tokens stays, one that
-    turns fewer than `beta_slow` times is slowed by `factor`, and those in between are blended, by
-    their number. All scores are multiplied by (0.1 * mscale * ln(factor) + 1) ** 2 (Peng et al.,
-    "YaRN", 2023, section 3; of DeepSeek's two factors, mscale and mscale_all_dim, equal ones).
+    A rotary pair that turns more than `beta_fast` times in `original_length` tokens is unchanged,
+    one that turns fewer than `beta_slow` times has its frequency divided by `factor`, and those in
+    between are interpolated by their index. All scores are multiplied by (0.1 * mscale * ln(factor)
+    + 1) ** 2 (Peng et al., "YaRN", 2023, section 3). DeepSeek's configs have two factors, mscale
+    and mscale_all_dim; here they are equal.
 
     Examples:
         >>> round(YarnScaling(factor=40.0, original_length=4096).sharpening, 4)
@@ -65,25 +66,27 @@ class YarnScaling:
     mscale: float = 1.0
 
     def __attrs_post_init__(self) -> None:
-        ok = 1 <= self.factor < math.inf and 1 <= self.original_length < math.inf
-        ok = ok and 0 <= self.mscale < math.inf
-        if not ok or not 0 < self.beta_slow < self.beta_fast < math.inf:
+        is_valid = 1 <= self.factor < math.inf and 1 <= self.original_length < math.inf
+        is_valid = is_valid and 0 <= self.mscale < math.inf
+        if not is_valid or not 0 < self.beta_slow < self.beta_fast < math.inf:
             raise ValueError(
-                "YarnScaling: want factor >= 1, original_length >= 1, mscale >= 0 and 0 < "
+                "YarnScaling: needs factor >= 1, original_length >= 1, mscale >= 0 and 0 < "
                 f"beta_slow < beta_fast, got {self}"
             )
 
     @property
     def sharpening(self) -> float:
-        """What scores are multiplied by."""
+        """The factor of scores."""
         return (0.1 * self.mscale * math.log(self.factor) + 1) ** 2
 
 
 @attrs.frozen
 class LinearScaling:
-    """How positions are divided by a factor, for a longer context (Chen et al., 2023).
+    """Positions divided by a factor, for a longer context.
 
-    "Extending context window of large language models via positional interpolation".
+    References:
+        Chen et al., "Extending context window of large language models via positional
+        interpolation" (2023).
 
     Examples:
         >>> LinearScaling(factor=8.0).factor
@@ -95,13 +98,13 @@ class LinearScaling:
 
 @attrs.frozen
 class LongRopeScaling:
-    """How Phi 3 and 4 stretch each rotary wavelength by a factor of its own.
+    """The rotary scaling of Phi 3 and 4: each wavelength has a factor of its own.
 
     There are two sets of factors, found by search: `short` for texts of at most `original_length`
-    tokens, `long` for longer ones (Ding et al., "LongRoPE", 2024). Which a model takes follows
-    once, from `context`, so that no token's scores depend on what comes after it or on another row
-    of the batch. `transformers` takes those of the longest document of each batch: the same as long
-    as all documents have at most `original_length` tokens, or all have more.
+    tokens, `long` for longer ones (Ding et al., "LongRoPE", 2024). A model uses one of them, chosen
+    by `context`, so that no token's scores depend on what comes after it or on another row of the
+    batch. `transformers` chooses by the longest document of each batch: the results agree if all
+    documents have at most `original_length` tokens, or all have more.
 
     Examples:
         >>> scaling = LongRopeScaling((1.0, 1.0), (1.5, 4.0), original_length=4096, context=4096)
@@ -110,45 +113,50 @@ class LongRopeScaling:
     """
 
     short: tuple[float, ...] = attrs.field(converter=tuple)
-    """What each wavelength is multiplied by, pair by pair."""
+    """The factor of each wavelength, pair by pair, of short texts."""
 
     long: tuple[float, ...] = attrs.field(converter=tuple)
+    """Those of long texts."""
 
     original_length: int
+    """The context length before scaling."""
 
     context: int
-    """The most tokens that a document will have."""
+    """The maximum length of a document."""
 
     attention_factor: float = 1.0
-    """What queries and keys are multiplied by where they have positions."""
+    """The factor of the rotary parts of queries and keys."""
 
     def __attrs_post_init__(self) -> None:
-        real = all(0 < x < math.inf for x in (*self.short, *self.long, self.attention_factor))
-        lengths = all(1 <= x < math.inf for x in (self.original_length, self.context))
-        if not (real and lengths) or len(self.short) != len(self.long):
+        factors = (*self.short, *self.long, self.attention_factor)
+        lengths = (self.original_length, self.context)
+        is_valid = all(0 < x < math.inf for x in factors) and all(
+            1 <= x < math.inf for x in lengths
+        )
+        if not is_valid or len(self.short) != len(self.long):
             raise ValueError(
-                "LongRopeScaling: want as many short as long factors, all above 0, an "
+                "LongRopeScaling: needs as many short as long factors, all above 0, an "
                 f"attention_factor above 0, original_length >= 1 and context >= 1, got {self}"
             )
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """The factors of documents of so many tokens as `context`."""
+        """The factors for documents of up to `context` tokens."""
         return self.long if self.context > self.original_length else self.short
 
 
 RopeScaling = Llama3Scaling | YarnScaling | LinearScaling | LongRopeScaling
-"""How rotary wavelengths are stretched."""
+"""The scaling of rotary wavelengths for a longer context."""
 
 
 @attrs.frozen(kw_only=True)
 class Sliding:
-    """Layers whose attention sees only the last tokens (Beltagy et al., "Longformer", 2020).
+    """Layers with sliding-window attention (Beltagy et al., "Longformer", 2020).
 
-    All layers by default; `first` and `full_every` leave some out.
+    These are all layers by default; `first` and `full_every` except some.
 
     Raises:
-        ConfigError: A value breaks its rule.
+        ConfigError: A value is out of its range.
 
     Examples:
         >>> Sliding(window=4_096, full_every=2).layers(5)  # as Gemma 2
@@ -156,29 +164,29 @@ class Sliding:
     """
 
     window: int = attrs.field(validator=_POSITIVE)
-    """How many keys a query sees at most, itself among them."""
+    """The number of keys that a query attends to at most, including its own."""
 
     first: int = attrs.field(default=0, validator=non_negative)
-    """The first layer that may slide."""
+    """The index of the first layer that may have a window."""
 
     full_every: int = attrs.field(default=0, validator=non_negative)
-    """Layers full_every - 1, 2 * full_every - 1, and so on see all; 0 for none."""
+    """Layers full_every - 1, 2 * full_every - 1, and so on have full attention; 0 for none."""
 
     rope_theta: float | None = attrs.field(
         default=None, validator=optional(satisfies(lambda x: 1 < x < math.inf, "above 1"))
     )
-    """The base of these layers' rotary wavelengths, which are then not stretched (Gemma 3); None
-    for those of the other layers."""
+    """The base of these layers' rotary wavelengths, which are then not scaled (Gemma 3); None for
+    those of the other layers."""
 
     def layers(self, layers: int) -> list[int]:
-        """Return the numbers of the layers that slide, of so many layers."""
+        """Return the indices of the layers with a window, in a model of `layers` layers."""
         full = self.full_every
         return [i for i in range(self.first, layers) if not full or (i + 1) % full]
 
 
 @attrs.frozen(kw_only=True)
 class Norms:
-    """How a decoder normalises.
+    """The norms of a decoder.
 
     Examples:
         >>> Norms(place="around").before, Norms(place="after").before
@@ -194,7 +202,7 @@ class Norms:
     place: Literal["before", "after", "around"] = attrs.field(
         default="before", validator=one_of("before", "after", "around")
     )
-    """What enters attention and the MLP is normalised, what leaves them (OLMo 2), or both
+    """Whether the inputs of attention and the MLP are normalized, their outputs (OLMo 2), or both
     (Gemma 2)."""
 
     @property
@@ -204,13 +212,13 @@ class Norms:
 
     @property
     def after(self) -> bool:
-        """Whether there are norms after them, before their result is added."""
+        """Whether there are norms after them, before the residual addition."""
         return self.place != "before"
 
 
 @attrs.frozen(kw_only=True)
 class FeedForward:
-    """What the MLP computes, in layers without experts.
+    """The MLP of layers without experts.
 
     Examples:
         >>> FeedForward(gated=False, activation="gelu_tanh", bias=True).gated  # as GPT-2
@@ -218,7 +226,7 @@ class FeedForward:
     """
 
     gated: bool = True
-    """Whether the activation of one product scales another (Shazeer, "GLU variants", 2020)."""
+    """Whether the MLP is a gated linear unit (Shazeer, "GLU variants", 2020)."""
 
     activation: Literal["silu", "gelu", "gelu_tanh"] = attrs.field(
         default="silu", validator=one_of("silu", "gelu", "gelu_tanh")
@@ -226,19 +234,19 @@ class FeedForward:
     """gelu_tanh is GELU's approximation by tanh (Hendrycks and Gimpel, 2016)."""
 
     bias: bool = False
-    """Whether its products have biases."""
+    """Whether its linear layers have biases."""
 
 
 @attrs.frozen(kw_only=True)
 class Latents:
-    """The narrow latents that queries, keys and values of all heads are made of.
+    """The sizes of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1).
 
-    That is multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1). A head of
-    queries or keys has a part without positions beside one with rotary positions; the latter part
-    of the keys is one for all heads.
+    Queries, keys and values of all heads are projections of low-rank latents. A head of queries or
+    keys has a part without positions and a part with rotary positions; the rotary part of the keys
+    is shared by all heads.
 
     Raises:
-        ConfigError: A value breaks its rule.
+        ConfigError: A value is out of its range.
 
     Examples:
         >>> Latents(kv_rank=512, plain=128, rotary=64, values=128).query_rank
@@ -249,29 +257,29 @@ class Latents:
     """
 
     query_rank: int | None = attrs.field(default=None, validator=optional(_POSITIVE))
-    """The size of the latent of queries; None makes queries of the residual stream."""
+    """The size of the latent of queries; None projects queries from the residual stream."""
 
     kv_rank: int = attrs.field(validator=_POSITIVE)
     """The size of the latent of keys and values."""
 
     plain: int = attrs.field(validator=_POSITIVE)
-    """The size of the part of a head of queries and keys that has no positions."""
+    """The size of a head's part without positions (DeepSeek: qk_nope_head_dim)."""
 
     rotary: int = attrs.field(
         validator=satisfies(lambda x: x >= 2 and x % 2 == 0, "even and at least 2")
     )
-    """The size of the part that has."""
+    """The size of a head's part with rotary positions (DeepSeek: qk_rope_head_dim)."""
 
     values: int = attrs.field(validator=_POSITIVE)
-    """The size of a head of values."""
+    """The size of a head of values (DeepSeek: v_head_dim)."""
 
 
 @attrs.frozen(kw_only=True)
 class Experts:
-    """The experts that take the place of an MLP.
+    """The experts that replace the MLP in some layers.
 
     Raises:
-        ConfigError: A value breaks its rule, or the choices do not fit the experts.
+        ConfigError: A value is out of its range, or the choices do not fit the experts.
 
     Examples:
         >>> Experts(count=8, chosen=2, width=128).scores
@@ -283,72 +291,76 @@ class Experts:
     """
 
     count: int = attrs.field(validator=_POSITIVE)
-    """How many there are in a layer, E."""
+    """The number of experts of a layer, E."""
 
     chosen: int = attrs.field(validator=_POSITIVE)
-    """How many a token goes to, k."""
+    """The number of experts of a token, k."""
 
     width: int = attrs.field(validator=_POSITIVE)
-    """The inner size of one."""
+    """The inner size of an expert."""
 
     shared: int = attrs.field(default=0, validator=non_negative)
-    """The inner size of the MLP that every token goes through beside them; 0 for none."""
+    """The inner size of the shared expert, an MLP for all tokens; 0 for none."""
 
     first: int = attrs.field(default=0, validator=non_negative)
-    """The first layer that may have experts; those before it have an MLP."""
+    """The index of the first layer that may have experts; earlier ones have an MLP."""
 
     every: int = attrs.field(default=1, validator=_POSITIVE)
-    """Only every so many layers have experts: layers every - 1, 2 * every - 1, and so on."""
+    """The interval of layers with experts: layers every - 1, 2 * every - 1, and so on."""
 
     scores: Literal["softmax", "sigmoid"] = attrs.field(
         default="softmax", validator=one_of("softmax", "sigmoid")
     )
-    """How logits become scores; see `softmax_topk` and `sigmoid_topk`."""
+    """The function from logits to scores; see `softmax_topk` and `sigmoid_topk`."""
 
     renormalize: bool = True
     """Whether a token's weights are divided by their sum."""
 
     biased: bool = False
-    """Whether a bias, which `update_routers_` moves, is added to the scores for the choice."""
+    """Whether a bias, which `update_routers_` updates, is added to the scores for the choice."""
 
     groups: int = 1
-    """Into how many groups the experts are divided."""
+    """The number of equal groups of experts."""
 
     groups_chosen: int = 1
-    """Of how many groups a token may choose experts."""
+    """The number of groups from which a token may choose."""
 
     scale: float = attrs.field(default=1.0, validator=_POSITIVE)
-    """What weights are multiplied by, after all."""
+    """The final factor of weights."""
 
     capacity: float = attrs.field(
         default=0.0,
         validator=satisfies(lambda value: 0 <= value < math.inf, "at least 0 and finite"),
     )
-    """How many times its even part of the choices an expert may take; what is above is dropped. 0
-    drops nothing. Each rank limits those of its own microbatch, so by its nature what is dropped
-    depends on the layout; see `limited`."""
+    """The capacity factor: an expert takes at most this multiple of an equal share of the choices,
+    and drops the others. 0 drops none. Each rank limits its own microbatch, so the dropped choices
+    depend on the layout; see `apply_capacity`."""
 
     jitter: float = attrs.field(
         default=0.0, validator=satisfies(lambda value: 0 <= value < 1, "in [0, 1)")
     )
-    """By how much at most, as a part of it, noise moves what a router sees, while training; see
-    `add_jitter`."""
+    """The largest relative noise on a router's input in training; see `add_jitter`."""
 
     def __attrs_post_init__(self) -> None:
         try:
             check_groups("Experts", self.count, self.chosen, self.groups, self.groups_chosen)
         except ValueError as error:
             raise ConfigError(str(error), where="experts", got=attrs.asdict(self)) from None
-        own = self.biased, self.groups > 1, self.scale != 1
-        if self.scores == "softmax" and any(own):
-            what = "a bias, groups and a scale are for scores='sigmoid'"
-            raise ConfigError(f"Experts: {what}", where="experts", got=attrs.asdict(self))
+        if self.scores == "softmax" and (self.biased or self.groups > 1 or self.scale != 1):
+            raise ConfigError(
+                "Experts: a bias, groups and a scale are for scores='sigmoid'",
+                where="experts",
+                got=attrs.asdict(self),
+            )
         if self.chosen == 1 and self.renormalize and self.scores == "softmax":
-            what = "chosen=1 with renormalize=True weighs every choice 1, and trains no router"
-            raise ConfigError(f"Experts: {what}; set renormalize=False", where="renormalize")
+            raise ConfigError(
+                "Experts: chosen=1 with renormalize=True gives weights of 1, and trains no router; "
+                "set renormalize=False",
+                where="renormalize",
+            )
 
     def layers(self, layers: int) -> list[int]:
-        """Return the numbers of the layers that have experts, of so many layers.
+        """Return the indices of the layers with experts, in a model of `layers` layers.
 
         Examples:
             >>> Experts(count=8, chosen=2, width=128, first=1, every=2).layers(6)
@@ -358,10 +370,10 @@ class Experts:
 
 
 def check_groups(where: str, experts: int, chosen: int, groups: int, groups_chosen: int) -> None:
-    """Refuse groups that do not divide the experts, or of which too few experts may be chosen.
+    """Raise ValueError unless a token can choose its experts from some of the equal groups.
 
     Raises:
-        ValueError: They are such.
+        ValueError: The groups do not divide the experts, or those of a token have too few.
     """
     check_range(where, at_least=1, groups=groups, groups_chosen=groups_chosen)
     if experts % groups or groups_chosen > groups or chosen > groups_chosen * (experts // groups):
@@ -376,38 +388,38 @@ class DecoderConfig:
     """The architecture of a decoder.
 
     Args:
-        vocab_size: Number of token ids, V.
-        width: Size of the residual stream, D.
-        layers: Number of blocks.
-        heads: Number of query heads, H.
-        kv_heads: Number of key and value heads, K; divides H, and with latents is H.
-        mlp_width: Inner size of the MLP.
-        head_dim: Size of one head, even; width // heads when None.
+        vocab_size: The number of token ids, V.
+        width: The size of the residual stream, D.
+        layers: The number of blocks.
+        heads: The number of query heads, H.
+        kv_heads: The number of key and value heads, K; divides H, and equals H with latents.
+        mlp_width: The inner size of the MLP.
+        head_dim: The size of a head, even; width // heads when None.
         norm_eps: Added to the mean square, or the variance, in every norm.
-        rope_theta: Base of the rotary wavelengths.
-        rope_scaling: How they are stretched, if they are.
-        qk_norm: Whether queries and keys are normalised, per head (Qwen3), or "wide", all heads
-            together (OLMo 2).
+        rope_theta: The base of the rotary wavelengths.
+        rope_scaling: The scaling of the rotary wavelengths for a longer context.
+        qk_norm: Whether queries and keys are normalized, per head (Qwen3), or "wide", over all
+            heads together (OLMo 2).
         qkv_bias: Whether the query, key and value projections have a bias (Qwen2).
         tied: Whether the embedding is also the output weight.
-        dropout: Probability on the embedding and on both branches of every block, while training.
-        experts: What takes the place of the MLP in some layers or all.
-        latents: What queries, keys and values are made of, if not of the residual stream.
-        out_bias: Whether the projection of attention's output has a bias.
-        norms: How it normalises, if not by an RMSNorm before attention and before the MLP.
-        feed_forward: What the MLP computes, if not a SwiGLU without biases.
-        sliding: Which layers see a window only, if any.
-        positions: How many learned positions are added to the embedding, in place of rotary ones
-            (GPT-2); a document has no more tokens.
-        rotary_dim: How many of the first elements of a head have rotary positions (Phi); all when
-            None.
+        dropout: The probability on the embedding and on both branches of every block in training.
+        experts: The experts that replace the MLP in some or all layers.
+        latents: The latents of queries, keys and values (multi-head latent attention).
+        out_bias: Whether the output projection of attention has a bias.
+        norms: The norms; None for an RMSNorm before attention and before the MLP.
+        feed_forward: The MLP; None for a SwiGLU without biases.
+        sliding: The layers with sliding-window attention.
+        positions: The number of learned positions that are added to the embedding, in place of
+            rotary ones (GPT-2). It is also the maximum length of a document.
+        rotary_dim: The number of the first elements of a head that have rotary positions (Phi); all
+            when None.
         query_scalar: Scores are divided by its square root; head_size when None (Gemma 2).
-        score_softcap: What scores are kept between by tanh, if they are (Gemma 2).
-        logit_softcap: What logits are kept between, if they are.
-        embedding_scale: What embeddings are multiplied by, rounded to their dtype (Gemma).
+        score_softcap: c, where a score s becomes c * tanh(s / c) (Gemma 2).
+        logit_softcap: The same for logits.
+        embedding_scale: The factor of embeddings, rounded to their dtype (Gemma).
 
     Raises:
-        ValueError: A value breaks the rule that the message names.
+        ValueError: A value is out of its range; the message names it.
 
     Examples:
         >>> DecoderConfig(
@@ -446,7 +458,8 @@ class DecoderConfig:
     def __attrs_post_init__(self) -> None:
         for field in ("vocab_size", "width", "layers", "heads", "kv_heads", "mlp_width"):
             self._require(field, "at least 1", ok=1 <= getattr(self, field) < math.inf)
-        self._require("kv_heads", f"a divisor of heads = {self.heads}", ok=self._divides_heads())
+        is_divisor = self.heads % self.kv_heads == 0
+        self._require("kv_heads", f"a divisor of heads = {self.heads}", ok=is_divisor)
         if self.latents is not None:
             self._require("kv_heads", "heads, with latents", ok=self.kv_heads == self.heads)
             for field in ("head_dim", "qk_norm", "qkv_bias", "out_bias", "rotary_dim", "positions"):
@@ -469,26 +482,26 @@ class DecoderConfig:
 
     def _check_options(self) -> None:
         self._require("qk_norm", "False, True or 'wide'", ok=self.qk_norm in (False, True, "wide"))
-        ok = self.qk_norm != "wide" or self.how_normed.kind == "rms"
+        ok = self.qk_norm != "wide" or self.norm_config.kind == "rms"
         self._require("qk_norm", "per head, where norms are no RMSNorms", ok=ok)
         ok = self.experts is None or self.feed_forward in (None, FeedForward())
         self._require("feed_forward", "left out, with experts, which are SwiGLUs", ok=ok)
         rotary = self.rope_scaling or self.rotary_dim or (self.sliding and self.sliding.rope_theta)
         ok = self.positions is None or not rotary
-        self._require("positions", "left out, where something is said of rotary ones", ok=ok)
-        factors = getattr(self.rope_scaling, "short", None)
-        rule, ok = (
-            f"of {self.rotary_size // 2} factors",
-            len(factors or ()) == self.rotary_size // 2,
-        )
-        self._require("rope_scaling", rule, ok=factors is None or ok)
-        numbers = ("positions", "query_scalar", "score_softcap", "logit_softcap", "embedding_scale")
-        for field in numbers:
+        self._require("positions", "left out, where rotary positions are configured", ok=ok)
+        if isinstance(self.rope_scaling, LongRopeScaling):
+            pairs = self.rotary_size // 2
+            ok = len(self.rope_scaling.short) == pairs
+            self._require("rope_scaling", f"of {pairs} factors", ok=ok)
+        for field in (
+            "positions",
+            "query_scalar",
+            "score_softcap",
+            "logit_softcap",
+            "embedding_scale",
+        ):
             value = getattr(self, field)
             self._require(field, "above 0", ok=value is None or 0 < value < math.inf)
-
-    def _divides_heads(self) -> bool:
-        return self.heads % self.kv_heads == 0
 
     def _require(self, field: str, rule: str, *, ok: bool) -> None:
         if not ok:
@@ -503,47 +516,47 @@ class DecoderConfig:
 
     @property
     def value_size(self) -> int:
-        """The size of one head of values: `head_size` but with latents."""
+        """The size of one head of values: `head_size`, or that of the latents."""
         return self.head_size if self.latents is None else self.latents.values
 
     @property
     def rotary_size(self) -> int:
-        """The size of the part of a head that has rotary positions: all, or as is said."""
+        """The size of the part of a head that has rotary positions."""
         if self.latents is not None:
             return self.latents.rotary
         return self.head_size if self.rotary_dim is None else self.rotary_dim
 
     @property
     def score_scale(self) -> float | None:
-        """What attention multiplies scores by; None for 1 / sqrt(head_size)."""
+        """The factor of attention scores; None for 1 / sqrt(head_size)."""
         sharpening = getattr(self.rope_scaling, "sharpening", None)
         if sharpening is None and self.query_scalar is None:
             return None
         return (self.query_scalar or self.head_size) ** -0.5 * (sharpening or 1.0)
 
     @property
-    def reach(self) -> int | None:
-        """The most tokens that a document may have; None where nothing but its training says so."""
+    def max_length(self) -> int | None:
+        """The maximum length of a document; None if the architecture sets none."""
         return self.positions or getattr(self.rope_scaling, "context", None)
 
     @property
-    def how_normed(self) -> Norms:
-        """`norms`, or what is meant without."""
+    def norm_config(self) -> Norms:
+        """`norms`, or the default."""
         return self.norms or Norms()
 
     @property
-    def how_fed(self) -> FeedForward:
-        """`feed_forward`, or what is meant without."""
+    def feed_forward_config(self) -> FeedForward:
+        """`feed_forward`, or the default."""
         return self.feed_forward or FeedForward()
 
     @property
     def sliding_layers(self) -> list[int]:
-        """The numbers of the layers whose attention sees a window only."""
+        """The indices of the layers with sliding-window attention."""
         return [] if self.sliding is None else self.sliding.layers(self.layers)
 
     @property
     def expert_layers(self) -> list[int]:
-        """The numbers of the layers that have experts."""
+        """The indices of the layers that have experts."""
         return [] if self.experts is None else self.experts.layers(self.layers)
 
 
@@ -554,7 +567,7 @@ PARTS = {
     "feed_forward": FeedForward,
     "sliding": Sliding,
 }
-"""The records that a decoder's options are in, by the field's name."""
+"""The records inside a `DecoderConfig`, by the field's name."""
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -567,22 +580,28 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         >>> parameter_shapes(config)["layers.1.attention.wk.weight"]
         (32, 64)
     """
-    width = config.width
-    attention, norms = _attention_shapes(config), config.how_normed
-    places = ["norm"] * norms.before + ["out_norm"] * norms.after
+    width, norms, experts = config.width, config.norm_config, config.experts
     block: dict[str, tuple[int, ...]] = {}
-    for place in places:
+    for name in ["norm"] * norms.before + ["out_norm"] * norms.after:
         for half in ("attention", "mlp"):
-            block |= _norm_shapes(f"{half}_{place}", width, config)
+            block |= _norm_shapes(f"{half}_{name}", width, config)
+    attention = _attention_shapes(config)
     block |= {f"attention.{name}": shape for name, shape in attention.items()}
+    mlp = _mlp_shapes("mlp", width, config.mlp_width, config.feed_forward_config)
+    expert_mlp: dict[str, tuple[int, ...]] = {}
+    if experts is not None:
+        expert_mlp["mlp.router.weight"] = (experts.count, width)
+        expert_mlp["mlp.experts.gate"] = (experts.count, experts.width, width)
+        expert_mlp["mlp.experts.up"] = (experts.count, experts.width, width)
+        expert_mlp["mlp.experts.down"] = (experts.count, width, experts.width)
+        if experts.shared:
+            expert_mlp |= _mlp_shapes("mlp.shared", width, experts.shared, FeedForward())
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, width)}
     if config.positions is not None:
         shapes["positions.weight"] = (config.positions, width)
-    mlp = _mlp_shapes("mlp", width, config.mlp_width, config.how_fed)
-    experts = _expert_shapes(config)
     for i in range(config.layers):
-        whole = block | (experts if i in config.expert_layers else mlp)
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in whole.items()}
+        layer = block | (expert_mlp if i in config.expert_layers else mlp)
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
     shapes |= _norm_shapes("norm", width, config)
     if not config.tied:
         shapes["head.weight"] = (config.vocab_size, width)
@@ -605,15 +624,15 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if config.out_bias:
         shapes["wo.bias"] = (width,)
     if config.qk_norm:
-        wide = config.qk_norm == "wide"
-        shapes |= _norm_shapes("q_norm", q_width if wide else size, config)
-        shapes |= _norm_shapes("k_norm", kv_width if wide else size, config)
+        is_wide = config.qk_norm == "wide"
+        shapes |= _norm_shapes("q_norm", q_width if is_wide else size, config)
+        shapes |= _norm_shapes("k_norm", kv_width if is_wide else size, config)
     return shapes
 
 
 def _norm_shapes(name: str, size: int, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    own = ("weight", "bias") if config.how_normed.kind == "layer" else ("weight",)
-    return {f"{name}.{x}": (size,) for x in own}
+    parameters = ("weight", "bias") if config.norm_config.kind == "layer" else ("weight",)
+    return {f"{name}.{x}": (size,) for x in parameters}
 
 
 def _latent_shapes(config: DecoderConfig, latents: Latents) -> dict[str, tuple[int, ...]]:
@@ -631,30 +650,16 @@ def _latent_shapes(config: DecoderConfig, latents: Latents) -> dict[str, tuple[i
     return shapes
 
 
-def _mlp_shapes(name: str, width: int, inner: int, how: FeedForward) -> dict[str, tuple[int, ...]]:
-    products = {"gate": (inner, width)} if how.gated else {}
-    products |= {"up": (inner, width), "down": (width, inner)}
+def _mlp_shapes(
+    name: str, width: int, inner: int, config: FeedForward
+) -> dict[str, tuple[int, ...]]:
+    linears = {"gate": (inner, width)} if config.gated else {}
+    linears |= {"up": (inner, width), "down": (width, inner)}
     shapes: dict[str, tuple[int, ...]] = {}
-    for own, shape in products.items():
-        shapes[f"{name}.{own}.weight"] = shape
-        if how.bias:
-            shapes[f"{name}.{own}.bias"] = shape[:1]
-    return shapes
-
-
-def _expert_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    width, experts = config.width, config.experts
-    if experts is None:
-        return {}
-    wide = (experts.count, experts.width, width)
-    shapes: dict[str, tuple[int, ...]] = {
-        "mlp.router.weight": (experts.count, width),
-        "mlp.experts.gate": wide,
-        "mlp.experts.up": wide,
-        "mlp.experts.down": (experts.count, width, experts.width),
-    }
-    if experts.shared:
-        shapes |= _mlp_shapes("mlp.shared", width, experts.shared, FeedForward())
+    for linear, shape in linears.items():
+        shapes[f"{name}.{linear}.weight"] = shape
+        if config.bias:
+            shapes[f"{name}.{linear}.bias"] = shape[:1]
     return shapes
 
 
@@ -671,7 +676,7 @@ def count_parameters(config: DecoderConfig) -> int:
 
 
 def count_active_parameters(config: DecoderConfig) -> int:
-    """Return the number of parameters that a token meets: all but experts that it does not choose.
+    """Return the number of active parameters of a token: all but the experts it does not choose.
 
     Examples:
         >>> config = DecoderConfig(
@@ -685,21 +690,13 @@ def count_active_parameters(config: DecoderConfig) -> int:
 
 
 def idle_parameters(config: DecoderConfig) -> int:
-    """Return the parameters of an expert layer that a token does not meet; 0 without experts.
+    """Return the inactive parameters of an expert layer for a token; 0 without experts.
 
     Examples:
-        >>> sparse = Experts(count=8, chosen=2, width=4)
-        >>> idle_parameters(
-        ...     DecoderConfig(
-        ...         vocab_size=10,
-        ...         width=4,
-        ...         layers=1,
-        ...         heads=1,
-        ...         kv_heads=1,
-        ...         mlp_width=8,
-        ...         experts=sparse,
-        ...     )
+        >>> config = DecoderConfig(
+        ...     vocab_size=10, width=4, layers=1, heads=1, kv_heads=1, mlp_width=8
         ... )
+        >>> idle_parameters(attrs.evolve(config, experts=Experts(count=8, chosen=2, width=4)))
         288
     """
     experts = config.experts

@@ -188,9 +188,9 @@ class Block(nn.Module):
         self.slides = int(name.rpartition(".")[2]) in config.sliding_layers
         window = config.sliding.window if config.sliding and self.slides else None
         norm = partial(make_norm, config, config.width)
-        before = norm if config.how_normed.before else nn.Identity
-        after = norm if config.how_normed.after else nn.Identity
-        self.normed_after = config.how_normed.after
+        before = norm if config.norm_config.before else nn.Identity
+        after = norm if config.norm_config.after else nn.Identity
+        self.normed_after = config.norm_config.after
         self.attention_norm = before()
         attention = Attention if config.latents is None else LatentAttention
         self.attention = attention(config, attend=attend, window=window)

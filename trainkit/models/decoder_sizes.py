@@ -1,10 +1,10 @@
-"""Decoders by name: small ones, and the public figures of known families, with experts too."""
+"""Decoder configs by name: small ones, and the published sizes of known families."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from types import MappingProxyType
+from functools import partial
 from typing import Any, get_args
 
 import attrs
@@ -25,14 +25,90 @@ def list_decoder_sizes() -> dict[str, DecoderConfig]:
     """Return every named size, smallest first within its family.
 
     "tiny" and "10m" read bytes (256, and up to 16 special tokens); "60m" to "350m" have a
-    vocabulary of 32,000, which counts in their name; both may be overridden. Heads, widths and
+    vocabulary of 32,000, which counts in their name; both may be overridden. The heads, widths and
     vocabulary of all of them divide by 4.
 
     Examples:
         >>> list(list_decoder_sizes())[:5]
         ['tiny', '10m', '60m', '125m', '350m']
     """
-    return {**_small(), **_llama(), **_qwen3(), **_mixtures()}
+    small = partial(_make_config, tied=True)
+    llama = partial(_make_config, vocab_size=128_256, norm_eps=1e-5, rope_theta=500_000.0)
+    llama_3_1 = partial(llama, rope_scaling=Llama3Scaling(8.0))
+    llama_3_2 = partial(llama, rope_scaling=Llama3Scaling(32.0), tied=True)
+    mixtral = partial(_make_config, vocab_size=32_000, rope_theta=1_000_000.0)
+    qwen3 = partial(
+        _make_config,
+        vocab_size=151_936,
+        head_dim=128,
+        norm_eps=1e-6,
+        rope_theta=1_000_000.0,
+        qk_norm=True,
+    )
+    of_8 = Experts(count=8, chosen=2, width=14_336)
+    small_of_128 = Experts(count=128, chosen=8, width=768)
+    large_of_128 = Experts(count=128, chosen=8, width=1_536)
+    return {
+        # width, layers, heads, kv_heads, mlp_width
+        "tiny": small(128, 4, 4, 4, 384, vocab_size=272),
+        "10m": small(320, 8, 4, 4, 864, vocab_size=272),
+        "60m": small(512, 14, 8, 8, 1_408, vocab_size=32_000),
+        "125m": small(768, 14, 12, 12, 2_048, vocab_size=32_000),
+        "350m": small(1_024, 25, 16, 16, 2_816, vocab_size=32_000),
+        "llama-3.2-1b": llama_3_2(2_048, 16, 32, 8, 8_192),
+        "llama-3.2-3b": llama_3_2(3_072, 28, 24, 8, 8_192),
+        "llama-3.1-8b": llama_3_1(4_096, 32, 32, 8, 14_336),
+        "llama-3.1-70b": llama_3_1(8_192, 80, 64, 8, 28_672),
+        "qwen3-0.6b": qwen3(1_024, 28, 16, 8, 3_072, tied=True),
+        "qwen3-1.7b": qwen3(2_048, 28, 16, 8, 6_144, tied=True),
+        "qwen3-4b": qwen3(2_560, 36, 32, 8, 9_728, tied=True),
+        "qwen3-8b": qwen3(4_096, 36, 32, 8, 12_288),
+        "qwen3-14b": qwen3(5_120, 40, 40, 8, 17_408),
+        "qwen3-32b": qwen3(5_120, 64, 64, 8, 25_600),
+        "mixtral-8x7b": mixtral(4_096, 32, 32, 8, 14_336, experts=of_8),
+        "qwen3-30b-a3b": qwen3(2_048, 48, 32, 4, 6_144, experts=small_of_128),
+        "qwen3-235b-a22b": qwen3(4_096, 94, 64, 4, 12_288, experts=large_of_128),
+        "deepseek-v3": _DEEPSEEK_V3,
+    }
+
+
+def _make_config(
+    width: int, layers: int, heads: int, kv_heads: int, mlp_width: int, **options: Any
+) -> DecoderConfig:
+    return DecoderConfig(
+        width=width,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        mlp_width=mlp_width,
+        **options,
+    )
+
+
+# Without the module that predicts a second token, for a context of 163,840 tokens.
+_DEEPSEEK_V3 = DecoderConfig(
+    vocab_size=129_280,
+    width=7_168,
+    layers=61,
+    heads=128,
+    kv_heads=128,
+    mlp_width=18_432,
+    norm_eps=1e-6,
+    rope_scaling=YarnScaling(factor=40.0, original_length=4_096),
+    experts=Experts(
+        count=256,
+        chosen=8,
+        width=2_048,
+        shared=2_048,
+        first=3,
+        scores="sigmoid",
+        biased=True,
+        groups=8,
+        groups_chosen=4,
+        scale=2.5,
+    ),
+    latents=Latents(query_rank=1_536, kv_rank=512, plain=128, rotary=64, values=128),
+)
 
 
 def make_decoder_config(
@@ -46,7 +122,7 @@ def make_decoder_config(
         overrides: Fields of `DecoderConfig`.
 
     Raises:
-        ValueError: There is no such size, or the result breaks a rule of `DecoderConfig`.
+        ValueError: There is no such size, or the result is no valid `DecoderConfig`.
 
     Examples:
         >>> make_decoder_config("tiny", layers=2).layers
@@ -70,10 +146,10 @@ def make_decoder_config(
 def pad_vocab_size(size: int, *, multiple_of: int = 16) -> int:
     """Return the number of rows that an embedding for `size` token ids should have.
 
-    A tokenizer has any number of ids, 271 for instance, and a matrix that is split over ranks needs
-    one that divides. The rows beyond `size` are trained like those of a token that never comes. The
-    result depends on no layout, so that all hold the same model. Whoever draws tokens leaves the
-    ids from `size` on out.
+    A tokenizer has any number of ids, 271 for instance, but a matrix that is sharded over ranks
+    needs a divisible number of rows. The rows from `size` on are trained like those of a token that
+    never occurs; sampling must exclude them. The result does not depend on the layout, so all
+    layouts have the same model.
 
     Raises:
         ValueError: A number is below 1.
@@ -89,7 +165,7 @@ def pad_vocab_size(size: int, *, multiple_of: int = 16) -> int:
 
 
 def config_from_facts(facts: Mapping[str, Any]) -> DecoderConfig:
-    """Return the configuration that `attrs.asdict` made a dict of, for instance in a checkpoint.
+    """Return the config of a dictionary from `attrs.asdict`, as checkpoints store it.
 
     Raises:
         ValueError: A field is unknown or missing.
@@ -100,114 +176,14 @@ def config_from_facts(facts: Mapping[str, Any]) -> DecoderConfig:
         True
     """
     values = dict(facts)
+    # The four kinds of scaling have no tag in a dictionary; their fields differ.
+    scaling_fields = {*(values.get("rope_scaling") or ())}
+    scaling_kinds = (x for x in get_args(RopeScaling) if {*attrs.fields_dict(x)} == scaling_fields)
+    kinds: dict[str, Any] = {"rope_scaling": next(scaling_kinds, Llama3Scaling), **PARTS}
     try:
-        scaling = {*(values.get("rope_scaling") or ())}
-        kinds: dict[str, Any] = {
-            "rope_scaling": next(
-                (kind for kind in get_args(RopeScaling) if {*attrs.fields_dict(kind)} == scaling),
-                Llama3Scaling,
-            ),
-            **PARTS,
-        }
         for name, kind in kinds.items():
             if values.get(name) is not None:
                 values[name] = kind(**values[name])
         return DecoderConfig(**values)
     except TypeError as error:
         raise ValueError(f"config_from_facts: these are not a decoder's: {error}") from error
-
-
-def _sized(table: Mapping[str, tuple[Any, ...]], **same: Any) -> dict[str, DecoderConfig]:
-    """Return sizes of a family by name, of their shapes and what all of them have."""
-    shape = ("width", "layers", "heads", "kv_heads", "mlp_width")
-    return {
-        name: DecoderConfig(**dict(zip(shape, own, strict=True)), **same)
-        for name, own in table.items()
-    }
-
-
-def _small() -> dict[str, DecoderConfig]:
-    of_bytes = {"tiny": (128, 4, 4, 4, 384), "10m": (320, 8, 4, 4, 864)}
-    of_words = {
-        "60m": (512, 14, 8, 8, 1_408),
-        "125m": (768, 14, 12, 12, 2_048),
-        "350m": (1_024, 25, 16, 16, 2_816),
-    }
-    return {
-        **_sized(of_bytes, vocab_size=272, tied=True),
-        **_sized(of_words, vocab_size=32_000, tied=True),
-    }
-
-
-def _llama() -> dict[str, DecoderConfig]:
-    v3_2 = {"llama-3.2-1b": (2_048, 16, 32, 8, 8_192), "llama-3.2-3b": (3_072, 28, 24, 8, 8_192)}
-    v3_1 = {"llama-3.1-8b": (4_096, 32, 32, 8, 14_336), "llama-3.1-70b": (8_192, 80, 64, 8, 28_672)}
-    same: dict[str, Any] = {"vocab_size": 128_256, "norm_eps": 1e-5, "rope_theta": 500_000.0}
-    return {
-        **_sized(v3_2, tied=True, rope_scaling=Llama3Scaling(32.0), **same),
-        **_sized(v3_1, rope_scaling=Llama3Scaling(8.0), **same),
-    }
-
-
-_QWEN3: Mapping[str, Any] = MappingProxyType(
-    {
-        "vocab_size": 151_936,
-        "head_dim": 128,
-        "norm_eps": 1e-6,
-        "rope_theta": 1_000_000.0,
-        "qk_norm": True,
-    }
-)
-
-
-def _qwen3() -> dict[str, DecoderConfig]:
-    tied = {
-        "qwen3-0.6b": (1_024, 28, 16, 8, 3_072),
-        "qwen3-1.7b": (2_048, 28, 16, 8, 6_144),
-        "qwen3-4b": (2_560, 36, 32, 8, 9_728),
-    }
-    apart = {
-        "qwen3-8b": (4_096, 36, 32, 8, 12_288),
-        "qwen3-14b": (5_120, 40, 40, 8, 17_408),
-        "qwen3-32b": (5_120, 64, 64, 8, 25_600),
-    }
-    return {**_sized(tied, tied=True, **_QWEN3), **_sized(apart, **_QWEN3)}
-
-
-def _mixtures() -> dict[str, DecoderConfig]:
-    mixtral = {"mixtral-8x7b": (4_096, 32, 32, 8, 14_336)}
-    of_eight = Experts(count=8, chosen=2, width=14_336)
-    small, large = (Experts(count=128, chosen=8, width=width) for width in (768, 1_536))
-    return {
-        **_sized(mixtral, vocab_size=32_000, rope_theta=1_000_000.0, experts=of_eight),
-        **_sized({"qwen3-30b-a3b": (2_048, 48, 32, 4, 6_144)}, experts=small, **_QWEN3),
-        **_sized({"qwen3-235b-a22b": (4_096, 94, 64, 4, 12_288)}, experts=large, **_QWEN3),
-        "deepseek-v3": _deepseek_v3(),
-    }
-
-
-def _deepseek_v3() -> DecoderConfig:
-    """Return DeepSeek-V3 without what predicts a second token, for 163,840 tokens of context."""
-    return DecoderConfig(
-        vocab_size=129_280,
-        width=7_168,
-        layers=61,
-        heads=128,
-        kv_heads=128,
-        mlp_width=18_432,
-        norm_eps=1e-6,
-        rope_scaling=YarnScaling(factor=40.0, original_length=4_096),
-        experts=Experts(
-            count=256,
-            chosen=8,
-            width=2_048,
-            shared=2_048,
-            first=3,
-            scores="sigmoid",
-            biased=True,
-            groups=8,
-            groups_chosen=4,
-            scale=2.5,
-        ),
-        latents=Latents(query_rank=1_536, kv_rank=512, plain=128, rotary=64, values=128),
-    )

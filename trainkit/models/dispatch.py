@@ -74,16 +74,15 @@ def ep_dispatch(
     *,
     wire_dtype: torch.dtype | None = None,
 ) -> Dispatched:
-    """Send tokens to the ranks that hold the experts they go to, in the order of experts.
+    """Send tokens to the ranks of their experts, sorted by expert.
 
-    The experts are dealt in equal neighbourly parts: rank r holds those from r * E / ep on. A
-    choice of E, which padding has, is sent to nobody; on one rank it goes with the last expert's
-    rows, as a row of zeros.
+    Rank r has experts r * E / ep to (r + 1) * E / ep - 1. A choice of E, that of padding, is not
+    sent; on one rank it is a row of zeros after those of the last expert.
 
     Args:
         x: Tokens `[T, D]`; ranks may have different numbers of them, or none.
-        indices: int64 `[T, k]`, the experts of each, in [0, E].
-        counts: int64 `[E]`, how often each expert stands in `indices`.
+        indices: int64 `[T, k]`, the experts of each token, in [0, E].
+        counts: int64 `[E]`, the number of choices of each expert in `indices`.
         axis: The ranks that hold the experts, `ps.ep`.
         wire_dtype: The dtype in which rows are sent, in forward and backward; by default their own.
             bf16 halves the traffic of fp32.
@@ -161,11 +160,11 @@ def ep_dispatch_keys(keys: Tensor, route: Route, axis: Axis = SOLO) -> Tensor:
             "ep_dispatch; give expert() its own dispatch_keys=, or set the dropout of experts' "
             "adapters to 0"
         )
-    in_order = keys.flatten().index_select(0, route.order)
+    sorted_keys = keys.flatten().index_select(0, route.order)
     if route.arrived is None:
-        return in_order
+        return sorted_keys
     received = all_to_all_rows(
-        in_order,
+        sorted_keys,
         axis,
         sent=route.sent,
         received=route.received,

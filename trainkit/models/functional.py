@@ -1,7 +1,7 @@
-"""A module as the functions it is made of, for steps so small that the calls are what takes time.
+"""Modules without the overhead of `nn.Module`, for generation with small models.
 
-A token of a small model is some hundred operators of some microseconds, and `nn.Module` costs as
-much again: each call looks for hooks, each child and parameter is found by a failed look-up first.
+A token of a small model takes some hundred operators of some microseconds. `nn.Module` doubles
+that: each call looks for hooks, and each child or parameter is found after a failed lookup.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ from trainkit.models.layers import Linear
 from trainkit.models.mixins import mixed_class
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_SMALL = 2**19
-"""The elements of a matrix from which on reading it takes so long that a call does not matter."""
+_MAX_COPIED = 2**19
+"""The most elements of a matrix that is copied: for larger ones reading it dominates the time."""
 
 
 def bare(module: Any) -> Any:
-    """Return what computes the same as a module, up to rounding, in fewer calls and operators.
+    """Return a function equal to a module, up to rounding, with fewer calls and operators.
 
-    Children and parameters are plain attributes, and a call is `forward`, in objects of a class
-    derived from the module's own. A module with hooks, with a `forward` of its own (recomputation,
-    precision) or compiled is left as it is, and so are parts of it. Small matrices of plain linear
-    layers without bias are copied, and laid out for few rows. What a class declares as
+    The result is an object of a class derived from the module's own, in which children and
+    parameters are plain attributes and a call is `forward`. Modules with hooks, with a replaced
+    `forward` (recomputation, precision) or compiled ones are used unchanged, with all below them.
+    Small matrices of linear layers without bias are copied and transposed, for few rows. A class
+    may declare
 
-    - `joined`, methods that give the products of one input with linear layers of some names, is one
-      product where all these are such layers;
-    - `constant`, methods that depend on no parameter, is computed once.
+    - `joined`: methods that apply several linear layers to one input; they become one product if
+      all of these are small;
+    - `constant`: methods that depend on no parameter; they are computed once.
 
     Args:
-        module: A module in evaluation mode, whose parameters stay as they are while the result is
-            in use.
+        module: A module in evaluation mode, whose parameters do not change while the result is in
+            use.
 
     Returns:
-        An object that is called as the module is, without gradients, and is for nothing else.
+        An object to call like the module, without gradients; nothing else is supported.
 
     Examples:
         >>> from trainkit.models import build_decoder, make_decoder_config
@@ -46,25 +47,27 @@ def bare(module: Any) -> Any:
         ...     [x.shape[-1] for x in bare(attention).projected(torch.ones(1, 1, 128))]
         [128, 128, 128]
     """
-    own, kind = vars(module), type(module)
-    changed = own.get("_compiled_call_impl") is not None or "forward" in own
-    if changed or any(own[hooks] for hooks in _HOOKS):
+    fields = vars(module)
+    is_replaced = fields.get("_compiled_call_impl") is not None or "forward" in fields
+    if is_replaced or any(fields[hooks] for hooks in _HOOKS):
         return module
-    quick = _QUICK.get(kind)
-    ready = None if quick is None else quick.prepare(module)
-    mixin = Bare if quick is None or ready is None else quick
-    made = object.__new__(mixed_class(mixin, kind))
-    children = {k: None if child is None else bare(child) for k, child in own["_modules"].items()}
-    values = own | own["_parameters"] | own["_buffers"] | children
-    vars(made).update(values, _modules=children, ready=ready)
+    mixin: Any = _FAST.get(type(module))
+    ready = None if mixin is None else mixin.prepare(module)
+    result = object.__new__(mixed_class(Bare if ready is None else mixin, type(module)))
+    children = {
+        name: None if child is None else bare(child) for name, child in fields["_modules"].items()
+    }
+    # Plain attributes, which Python finds before it calls `nn.Module.__getattr__`.
+    vars(result).update(fields | fields["_parameters"] | fields["_buffers"] | children)
+    vars(result).update(_modules=children, ready=ready)
     for method in getattr(module, "constant", ()):
-        vars(made)[method] = cache(getattr(module, method))
+        vars(result)[method] = cache(getattr(module, method))
     for method, names in getattr(module, "joined", {}).items():
-        parts: list[Any] = [getattr(children.get(name), "ready", None) for name in names]
-        if all(part is not None for part in parts):
-            sizes = [part.shape[1] for part in parts]
-            vars(made)[method] = partial(_products, torch.cat(parts, dim=1), sizes)
-    return made
+        matrices: list[Any] = [getattr(children.get(name), "ready", None) for name in names]
+        if all(matrix is not None for matrix in matrices):
+            sizes = [matrix.shape[1] for matrix in matrices]
+            vars(result)[method] = partial(_multiply, torch.cat(matrices, dim=1), sizes)
+    return result
 
 
 class Bare(nn.Module):
@@ -82,10 +85,10 @@ class BareLinear(Bare):
 
     @staticmethod
     def prepare(linear: Linear) -> Tensor | None:
-        """Return the transposed matrix; None if it is large, or the layer is not a plain one."""
+        """Return the transposed matrix; None if it is large or sharded, or there is a bias."""
         weight = linear.weight
-        plain = type(weight) is nn.Parameter and linear.bias is None
-        return weight.t().contiguous() if plain and weight.numel() <= _SMALL else None
+        is_plain = type(weight) is nn.Parameter and linear.bias is None
+        return weight.t().contiguous() if is_plain and weight.numel() <= _MAX_COPIED else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply with the matrix."""
@@ -104,8 +107,8 @@ class BareRMSNorm(Bare):
         weight = norm.weight
         if norm.eps is None or weight is None or weight.ndim > 1:
             return None
-        plain = weight.device.type == "cpu" and weight.dtype == torch.float32
-        return weight * len(weight) ** 0.5 if plain else None
+        is_fp32_on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
+        return weight * len(weight) ** 0.5 if is_fp32_on_cpu else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute x w sqrt(D) / sqrt(sum(x^2) + D eps), which saves the division of the mean."""
@@ -115,11 +118,11 @@ class BareRMSNorm(Bare):
         return (x * scale).mul_(self.ready)
 
 
-_QUICK: dict[type[nn.Module], type[BareLinear | BareRMSNorm]] = {
+_FAST: dict[type[nn.Module], type[BareLinear | BareRMSNorm]] = {
     Linear: BareLinear,
     nn.RMSNorm: BareRMSNorm,
 }
 
 
-def _products(matrix: Tensor, sizes: list[int], x: Tensor) -> tuple[Tensor, ...]:
+def _multiply(matrix: Tensor, sizes: list[int], x: Tensor) -> tuple[Tensor, ...]:
     return (x @ matrix).split_with_sizes(sizes, -1)

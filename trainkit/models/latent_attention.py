@@ -1,4 +1,4 @@
-"""Multi-head latent attention: the heads' queries, keys and values are made of narrow latents.
+"""Multi-head latent attention: queries, keys and values are projections of low-rank latents.
 
 DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1.
 """
@@ -15,34 +15,39 @@ from trainkit.types import Attend, Spans
 
 
 class LatentAttention(nn.Module):
-    """Attention whose queries, keys and values are made of latents that all heads share.
+    """Attention whose queries, keys and values are projections of latents that all heads share.
 
-    Rows of `wq` are heads of a part without positions and then a rotary one; rows of `wkv` are
-    heads of the keys' part without positions and then the values. How many there are follows from
-    the weights, so it may hold a shard of them. What comes before `wq` and `wkv` belongs to tokens,
-    and may see a part of them where tensor parallelism gathers what the norms and `k_rotary` give.
+    A head of `wq` has the rows of the part without positions, then those of the rotary part; a head
+    of `wkv` those of the keys without positions, then those of the values. The number of heads
+    follows from the shapes of the weights, so the module also works on a shard of them. The modules
+    before `wq` and `wkv` act on tokens: under sequence-parallel norms they see this rank's tokens,
+    and tensor parallelism gathers the outputs of the norms and of `k_rotary`.
     """
 
     def __init__(self, config: DecoderConfig, *, attend: Attend, window: int | None) -> None:
         super().__init__()
         assert config.latents is not None
-        made, width, heads = config.latents, config.width, config.heads
-        self.latents, self.attend, self.scale = made, attend, config.score_scale
-        self.window, self.softcap = window, config.score_softcap
-        self.widest_head = max(config.head_size, made.values)
+        latents, width, heads = config.latents, config.width, config.heads
+        self.latents = latents
+        self.attend = attend
+        self.scale = config.score_scale
+        self.window = window
+        self.softcap = config.score_softcap
+        self.widest_head = max(config.head_size, latents.values)
         self.q_latent: nn.Module = nn.Identity()
         self.q_latent_norm: nn.Module = nn.Identity()
-        if made.query_rank is not None:
-            self.q_latent = Linear(width, made.query_rank, bias=False)
-            self.q_latent_norm = make_norm(config, made.query_rank)
-        self.wq = Linear(made.query_rank or width, heads * config.head_size, bias=False)
-        self.kv_latent = Linear(width, made.kv_rank, bias=False)
-        self.kv_latent_norm = make_norm(config, made.kv_rank)
-        self.wkv = Linear(made.kv_rank, heads * (made.plain + made.values), bias=False)
-        self.wq.head_size, self.wkv.head_size = config.head_size, made.plain + made.values
-        self.wkv.parts = made.plain, made.values
-        self.k_rotary = Linear(width, made.rotary, bias=False)
-        self.wo = Linear(heads * made.values, width, bias=False)
+        if latents.query_rank is not None:
+            self.q_latent = Linear(width, latents.query_rank, bias=False)
+            self.q_latent_norm = make_norm(config, latents.query_rank)
+        self.wq = Linear(latents.query_rank or width, heads * config.head_size, bias=False)
+        self.wq.head_size = config.head_size
+        self.kv_latent = Linear(width, latents.kv_rank, bias=False)
+        self.kv_latent_norm = make_norm(config, latents.kv_rank)
+        self.wkv = Linear(latents.kv_rank, heads * (latents.plain + latents.values), bias=False)
+        self.wkv.head_size = latents.plain + latents.values
+        self.wkv.parts = latents.plain, latents.values
+        self.k_rotary = Linear(width, latents.rotary, bias=False)
+        self.wo = Linear(heads * latents.values, width, bias=False)
 
     def forward(
         self,
@@ -52,16 +57,20 @@ class LatentAttention(nn.Module):
         spans: Spans,
         attend: Attend | None = None,
     ) -> Tensor:
-        """Map `[B, S, D]` to `[B, S, D]`; `attend`, a cache's, takes the place of its own."""
+        """Map `[B, S, D]` to `[B, S, D]`; `attend`, that of a cache, replaces the module's own."""
         assert rotary is not None
         q = self.wq(self.q_latent_norm(self.q_latent(x))).unflatten(-1, (-1, self.wq.head_size))
         kv = self.wkv(self.kv_latent_norm(self.kv_latent(x)))
-        q_plain, q_turned = q.split([self.latents.plain, self.latents.rotary], -1)
+        q_plain, q_rotary = q.split([self.latents.plain, self.latents.rotary], -1)
         k_plain, v = kv.unflatten(-1, (-1, self.wkv.head_size)).split(
             [self.latents.plain, self.latents.values], -1
         )
-        k_turned = rotate(self.k_rotary(x).unsqueeze(2), *rotary).expand(-1, -1, q.shape[2], -1)
-        q = torch.cat([q_plain, rotate(q_turned, *rotary)], -1)
-        k = torch.cat([k_plain, k_turned], -1)
-        how = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
-        return self.wo((attend or self.attend)(q, k, v, spans=spans, **how).flatten(2))
+        # One rotary part of the keys, [B, S, 1, R], for all heads of this rank.
+        k_rotary = rotate(self.k_rotary(x).unsqueeze(2), *rotary).expand(-1, -1, q.shape[2], -1)
+        q = torch.cat([q_plain, rotate(q_rotary, *rotary)], -1)
+        k = torch.cat([k_plain, k_rotary], -1)
+        attend = attend or self.attend
+        out = attend(
+            q, k, v, spans=spans, scale=self.scale, window=self.window, softcap=self.softcap
+        )
+        return self.wo(out.flatten(2))

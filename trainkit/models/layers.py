@@ -1,4 +1,4 @@
-"""The layers that a decoder is made of: they stay empty until a `Weights` function fills them."""
+"""The layers of a decoder, uninitialized until a `Weights` function fills them."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from torch import Tensor, nn
 from trainkit.models.config import DecoderConfig, FeedForward
 
 Joined = Mapping[str, Sequence[str]]
-"""Methods that are products of one input, and the names of their linear layers; see `bare`."""
+"""Methods that apply several linear layers to one input, with the layers' names; see `bare`."""
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` that stays empty until it is filled: drawing numbers nobody keeps takes time."""
+    """An uninitialized `nn.Linear`: random values that are overwritten would cost time."""
 
     head_size: int | None = None
-    """How many rows belong to one head, where that differs among the matrices of an attention."""
+    """The number of rows of a head, where the projections of an attention differ in it."""
 
     parts: tuple[int, ...] | None = None
-    """How many rows belong, over and over, to each of the matrices that stand in it, if several."""
+    """The numbers of rows of the matrices that are fused in this one, repeated to the end; see
+    `optim.Muon`."""
 
     def reset_parameters(self) -> None:
         """Leave the values as they are; a `Weights` function fills them."""
 
 
 class Embedding(nn.Embedding):
-    """`nn.Embedding` that stays empty until it is filled."""
+    """An uninitialized `nn.Embedding`."""
 
     def reset_parameters(self) -> None:
         """Leave the values as they are; a `Weights` function fills them."""
@@ -43,17 +44,17 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 class Mlp(nn.Module):
-    """SwiGLU (Shazeer, "GLU variants improve transformer", 2020), or what a `FeedForward` says."""
+    """SwiGLU (Shazeer, "GLU variants improve transformer", 2020), or the MLP of a `FeedForward`."""
 
     joined: ClassVar[Joined] = {"opened": ("gate", "up")}
 
-    def __init__(self, width: int, inner: int, how: FeedForward | None = None) -> None:
+    def __init__(self, width: int, inner: int, config: FeedForward | None = None) -> None:
         super().__init__()
-        how = how or FeedForward()
-        self.activation = _ACTIVATIONS[how.activation]
-        self.gate = Linear(width, inner, bias=how.bias) if how.gated else None
-        self.up = Linear(width, inner, bias=how.bias)
-        self.down = Linear(inner, width, bias=how.bias)
+        config = config or FeedForward()
+        self.activation = _ACTIVATIONS[config.activation]
+        self.gate = Linear(width, inner, bias=config.bias) if config.gated else None
+        self.up = Linear(width, inner, bias=config.bias)
+        self.down = Linear(inner, width, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[B, S, D]` to `[B, S, D]`."""
@@ -63,7 +64,7 @@ class Mlp(nn.Module):
         return self.down(self.activation(gate) * up)
 
     def opened(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gate's part and the other, `[B, S, inner]`."""
+        """Return the products with `gate` and `up`, both `[B, S, inner]`."""
         assert self.gate is not None
         return self.gate(x), self.up(x)
 
@@ -72,7 +73,7 @@ class Mlp(nn.Module):
 
 
 def make_norm(config: DecoderConfig, size: int) -> nn.Module:
-    """Return a decoder's kind of norm, for vectors of a size.
+    """Return a norm of a decoder's kind, for vectors of some size.
 
     Examples:
         >>> config = DecoderConfig(
@@ -82,7 +83,7 @@ def make_norm(config: DecoderConfig, size: int) -> nn.Module:
         RMSNorm((16,), eps=1e-05, elementwise_affine=True)
     """
     kinds = {"rms": nn.RMSNorm, "offset": OffsetNorm, "layer": nn.LayerNorm}
-    return kinds[config.how_normed.kind](size, config.norm_eps)
+    return kinds[config.norm_config.kind](size, config.norm_eps)
 
 
 class OffsetNorm(nn.Module):
@@ -94,24 +95,25 @@ class OffsetNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., size]` to `[..., size]`."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        scale = 1 + self.weight.to(wide)
-        return nn.functional.rms_norm(x.to(wide), scale.shape, scale, self.eps).to(x.dtype)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        scale = 1 + self.weight.to(dtype)
+        return nn.functional.rms_norm(x.to(dtype), scale.shape, scale, self.eps).to(x.dtype)
 
 
 class WideNorm(nn.Module):
-    """RMSNorm over all heads at once, of which this module may hold some (OLMo 2, 2024)."""
+    """RMSNorm over all heads together, also if this module has only some of them (OLMo 2, 2024)."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight, self.size, self.eps = nn.Parameter(torch.empty(size)), size, eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map `[..., size]`, or a rank's part of it, to the same."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean = self.summed(wide.square().sum(-1, keepdim=True)) / self.size
-        return (wide * torch.rsqrt(mean + self.eps) * self.weight.to(wide.dtype)).to(x.dtype)
+        """Map `[..., size]`, or this rank's shard of the last dimension, to the same shape."""
+        y = x.to(torch.promote_types(x.dtype, torch.float32))
+        # Divided by the full size, also on a shard: `summed` then adds those of the other ranks.
+        mean = self.summed(y.square().sum(-1, keepdim=True)) / self.size
+        return (y * torch.rsqrt(mean + self.eps) * self.weight.to(y.dtype)).to(x.dtype)
 
     def summed(self, squares: Tensor) -> Tensor:
-        """Return the sum of what each rank has: tensor parallelism puts a collective here."""
+        """Return the sum over all ranks; tensor parallelism overrides it with a collective."""
         return squares

@@ -1,7 +1,7 @@
-"""Rotary position embeddings, computed from positions: no table is kept anywhere.
+"""Rotary position embeddings, computed from the positions of each batch: no table is stored.
 
 Su et al., "RoFormer: enhanced transformer with rotary position embedding" (2021); the half-split
-convention of Hugging Face, so that its weights load without permuting.
+convention of Hugging Face, so that its weights load without a permutation.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ def rotary_frequencies(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Return the angle per token, in radians, of each rotary pair: `[head_dim / 2]`.
+    """Return the angle per token, in radians, of each rotary pair: theta^(-2i / head_dim), scaled.
 
-    Su et al., "RoFormer" (2021).
+    Returns:
+        `[head_dim / 2]`.
 
     Examples:
         >>> rotary_frequencies(4, theta=100.0)
@@ -37,31 +38,30 @@ def rotary_frequencies(
     if isinstance(scaling, LinearScaling):
         return frequencies / scaling.factor
     if isinstance(scaling, LongRopeScaling):
+        # On the CPU whatever the default device is, which may be meta.
         factors = torch.tensor(scaling.factors, dtype=dtype, device="cpu")
         return frequencies / factors.to(frequencies.device, non_blocking=True)
     if isinstance(scaling, YarnScaling):
-        kept = _kept_by_number(frequencies, scaling, theta=theta)
+        unscaled = _find_unscaled(frequencies, scaling, theta=theta)
     else:
         turns = scaling.original_length / (2 * math.pi) * frequencies
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return torch.lerp(frequencies / scaling.factor, frequencies, kept)
+        unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+    return torch.lerp(frequencies / scaling.factor, frequencies, unscaled)
 
 
-def _kept_by_number(frequencies: Tensor, scaling: YarnScaling, *, theta: float) -> Tensor:
-    """Return how much of each pair's frequency YaRN keeps: 1 up to some pair, 0 from a later on."""
-    size = 2 * len(frequencies)
-
-    def number(turns: float) -> float:
-        """Return the number of the pair, a fraction, that turns so often."""
-        return (
-            size * math.log(scaling.original_length / (2 * math.pi * turns)) / 2 / math.log(theta)
-        )
-
-    first = max(math.floor(number(scaling.beta_fast)), 0)
-    last = min(math.ceil(number(scaling.beta_slow)), size - 1)
-    numbers = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
-    return 1 - ((numbers - first) / max(last - first, 1e-3)).clamp(0, 1)
+def _find_unscaled(frequencies: Tensor, scaling: YarnScaling, *, theta: float) -> Tensor:
+    """Return YaRN's weight of each unscaled frequency: a ramp from 1 to 0 over the pairs."""
+    head_dim = 2 * len(frequencies)
+    # Pair i turns original_length / (2 pi) * theta^(-2i / head_dim) times; solved for i.
+    first, last = (
+        head_dim * math.log(scaling.original_length / (2 * math.pi * turns)) / 2 / math.log(theta)
+        for turns in (scaling.beta_fast, scaling.beta_slow)
+    )
+    # The bounds, among them head_dim - 1 and not the last pair, are those of DeepSeek's code.
+    first, last = max(math.floor(first), 0), min(math.ceil(last), head_dim - 1)
+    pairs = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
+    return 1 - ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
 
 
 def rotary_table(
@@ -69,8 +69,8 @@ def rotary_table(
 ) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of the angles at each position, both `[B, S, 1, head_dim]`.
 
-    Each pair's cosine stands at both of its elements, and so its sine, negative at the first. They
-    are multiplied by `factor`, and so is what is rotated by them.
+    Both elements of a pair have its cosine, and its sine, which is negative at the first. Both are
+    multiplied by `factor`, and so are the heads that `rotate` applies them to.
 
     Examples:
         >>> cos, sin = rotary_table(torch.tensor([[0, 1]]), torch.ones(1))
@@ -85,12 +85,11 @@ def rotary_table(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + R / 2) of the first R elements of heads `[B, S, H, D]` by its angle.
+    """Rotate each pair (i, i + R / 2) of the first R elements of heads `[B, S, H, D]` by its angle.
 
-    R is what the table is for; the elements after it stay as they are (Phi).
-
-    The product is computed in the table's dtype and rounded once, to that of `x`: whether `x` is
-    bf16 by autocast or by FSDP, it is rounded alike, and attention sees no wider queries.
+    R is the size of the table; later elements do not change (Phi). The product is computed in the
+    table's dtype and rounded once, to that of `x`. So the result is the same whether `x` is bf16 by
+    autocast or by FSDP, and queries have the dtype of values.
 
     Examples:
         >>> x = torch.tensor([1.0, 0.0]).reshape(1, 1, 1, 2)
@@ -100,8 +99,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     size = cos.shape[-1]
     if size < x.shape[-1]:
         return torch.cat((rotate(x[..., :size], cos, sin), x[..., size:]), dim=-1)
-    turned = x * cos + x.roll(size // 2, dims=-1) * sin
-    return turned if turned.dtype == x.dtype else turned.to(x.dtype)
+    return (x * cos + x.roll(size // 2, dims=-1) * sin).to(x.dtype)
 
 
 Table = tuple[Tensor, Tensor]
@@ -109,7 +107,7 @@ Table = tuple[Tensor, Tensor]
 
 
 def rotated(q: Tensor, k: Tensor, table: Table | None) -> tuple[Tensor, Tensor]:
-    """Return queries and keys with their positions; as they are where there is no table.
+    """Return rotated queries and keys; without a table, the tensors themselves.
 
     Examples:
         >>> q, k = torch.ones(2, 1, 1, 1, 2)
@@ -120,6 +118,6 @@ def rotated(q: Tensor, k: Tensor, table: Table | None) -> tuple[Tensor, Tensor]:
         return q, k
     if torch.is_grad_enabled():
         return rotate(q, *table), rotate(k, *table)
-    # Without gradients tokens may be few, and then half as many operators are worth the copy.
+    # In generation there are few tokens, and half the operators save more than the copy costs.
     both = rotate(torch.cat((q, k), dim=2), *table)
     return both[:, :, : q.shape[2]], both[:, :, q.shape[2] :]

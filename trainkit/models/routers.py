@@ -237,7 +237,7 @@ def apply_capacity(routing: Routing, capacity: Tensor | int) -> Routing:
         ([[0], [2], [1]], [[1.0], [0.0], [1.0]], [1, 0])
     """
     if not isinstance(capacity, Tensor):
-        check_range("limited", at_least=1, capacity=capacity)
+        check_range("apply_capacity", at_least=1, capacity=capacity)
     flat = routing.indices.flatten()
     by_expert = flat.sort(stable=True)
     starts = torch.cat([routing.counts.new_zeros(1), routing.counts.cumsum(0)])

@@ -1,4 +1,4 @@
-"""The weights of a dense decoder as the beginning of one with experts."""
+"""The weights of a dense decoder as the initial values of one with experts."""
 
 from __future__ import annotations
 
@@ -16,30 +16,29 @@ from trainkit.types import ConfigError, Weights, check_range
 def upcycle_weights(
     weights: Weights, config: DecoderConfig, *, seed: int, noise: float = 0.0
 ) -> Weights:
-    """Return the weights of a decoder with experts, each of which begins as the dense MLP.
+    """Return the weights of a decoder with experts, each of which starts as the dense MLP.
 
-    Routers are drawn as `init_weights` does, and all else is taken over. With experts as wide as
-    the MLP and renormalized weights, the decoder begins as the dense one's equal. Narrower experts
-    hold a slice of it each, one after the other, and it begins as the dense one where a token's
-    experts hold all slices and weigh the same: `down` is multiplied by the number of slices, and
-    divided by `Experts.scale`, for that.
+    Routers are drawn as by `init_weights`; all other weights are those of the dense decoder. With
+    experts as wide as the MLP and renormalized weights, the new decoder initially equals the dense
+    one. Narrower experts have a slice of it each, in turn, and the decoders are equal where a
+    token's experts have all slices and equal weights: for that, `down` is multiplied by the number
+    of slices and divided by `Experts.scale`.
 
     Args:
-        weights: The values of the dense decoder, by `init_weights` or `checkpoint.open_weights` for
-            instance.
-        config: The decoder with experts; but for these it is the dense one.
+        weights: The values of the dense decoder, from `init_weights` or `checkpoint.open_weights`
+            for instance.
+        config: The decoder with experts, otherwise equal to the dense one.
         seed: The seed of the routers and of the noise.
-        noise: How much of an initial value is added to each element of each expert, so that copies
-            are not equal; 0.01 for instance.
+        noise: The fraction of an initial value that is added to each element of each expert, so
+            that copies are not equal; 0.01 for instance.
 
     Returns:
-        A `Weights` function. If `weights` says which tensors it holds, so does this one.
+        A `Weights` function. If `weights` has the shapes of its tensors, it has them too.
 
     Raises:
         ConfigError: There are no experts, their width or number does not fit the MLP, or there is a
-            shared expert, for which the dense decoder has nothing.
-        ValueError: `weights` says that an MLP is of another shape, or `noise` is below 0 or not
-            finite.
+            shared expert, which the dense decoder does not have.
+        ValueError: `weights` has an MLP of another shape, or `noise` is below 0 or not finite.
 
     References:
         Komatsuzaki et al., "Sparse upcycling" (2022).
@@ -49,83 +48,83 @@ def upcycle_weights(
         ...     vocab_size=64, width=16, layers=1, heads=2, kv_heads=2, mlp_width=32
         ... )
         >>> sparse = attrs.evolve(dense, experts=Experts(count=4, chosen=2, width=32))
-        >>> found = upcycle_weights(init_weights(dense, seed=0), sparse, seed=1)
+        >>> upcycled = upcycle_weights(init_weights(dense, seed=0), sparse, seed=1)
         >>> first, third = (
-        ...     found("layers.0.mlp.experts.up", (1, 32, 16), (e, 0, 0)) for e in (0, 2)
+        ...     upcycled("layers.0.mlp.experts.up", (1, 32, 16), (e, 0, 0)) for e in (0, 2)
         ... )
         >>> torch.equal(first, third)
         True
     """
-    check_range("upcycled", at_least=0, noise=noise)
-    experts, slices = _slices(config)
-    drawn, names = init_weights(config, seed=seed), set(parameter_shapes(config))
+    check_range("upcycle_weights", at_least=0, noise=noise)
+    experts, slices = _count_slices(config)
+    initial, names = init_weights(config, seed=seed), set(parameter_shapes(config))
 
     def give(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-        layer, is_expert, own = name.rpartition(".experts.")
+        layer, is_expert, matrix = name.rpartition(".experts.")
         if name not in names or name.endswith(".mlp.router.weight"):
-            return drawn(name, shape, offset)  # which refuses a name that is none
+            return initial(name, shape, offset)  # which raises for an unknown name
         if not is_expert:
             return weights(name, shape, offset)
-        dense, how = f"{layer}.{own}.weight", {"width": experts.width, "slices": slices}
-        values = _copies(weights, dense, shape, offset, **how)
-        if own == "down":
+        # Expert e is slice e mod `slices` of the MLP's columns, which are the rows of `up` and
+        # `gate`. Each slice is read once, and one of them if the box is empty, for its dtype.
+        dim = 1 if matrix == "down" else 0
+        order = [expert % slices for expert in range(offset[0], offset[0] + shape[0])]
+        values_of_slice: dict[int, Tensor] = {}
+        for index in {*order} or {0}:
+            start = [*offset[1:]]
+            start[dim] += index * experts.width
+            values_of_slice[index] = weights(f"{layer}.{matrix}.weight", shape[1:], start)
+        if not order:
+            return values_of_slice[0].new_empty(shape)
+        values = torch.stack([values_of_slice[index] for index in order])
+        if matrix == "down":
             values = values * (slices / experts.scale)
-        return values + noise * drawn(name, shape, offset) if noise else values
+        return values + noise * initial(name, shape, offset) if noise else values
 
-    held = getattr(weights, "shapes", None)
-    if held is not None:
-        setattr(give, "shapes", _shapes(held, config))  # noqa: B010 (a function has no such attribute)
+    shapes = getattr(weights, "shapes", None)
+    if shapes is not None:
+        setattr(give, "shapes", _convert_shapes(shapes, config))  # noqa: B010 (a function has no such attribute)
     return give
 
 
-def _slices(config: DecoderConfig) -> tuple[Experts, int]:
-    """Return the experts, and into how many parts they cut the dense MLP."""
+def _count_slices(config: DecoderConfig) -> tuple[Experts, int]:
+    """Return the experts, and the number of slices of the dense MLP that they have."""
     experts = config.experts
     if experts is None:
-        raise ConfigError("upcycled: the config has no experts; give that of the decoder to make")
-    if experts.shared:
-        what = f"a shared expert of {experts.shared} columns cannot be made of a dense MLP"
-        raise ConfigError(f"upcycled: {what}; set shared to 0", where="shared", got=experts.shared)
-    slices, rest = divmod(config.mlp_width, experts.width)
-    if rest or experts.count % slices:
         raise ConfigError(
-            f"upcycled: {experts.count} experts of {experts.width} columns are not copies of all "
-            f"equal parts of an MLP of {config.mlp_width}; take a width that divides it, and a "
-            "multiple of the number of parts",
+            "upcycle_weights: the config has no experts; give that of the decoder to make"
+        )
+    if experts.shared:
+        raise ConfigError(
+            f"upcycle_weights: a shared expert of {experts.shared} columns cannot be made from a "
+            "dense MLP; set shared to 0",
+            where="shared",
+            got=experts.shared,
+        )
+    slices, remainder = divmod(config.mlp_width, experts.width)
+    if remainder or experts.count % slices:
+        raise ConfigError(
+            f"upcycle_weights: {experts.count} experts of {experts.width} columns are not copies "
+            f"of all equal slices of an MLP of {config.mlp_width}; take a width that divides it, "
+            "and a multiple of the number of slices",
             where="experts",
             got=(experts.count, experts.width),
         )
     return experts, slices
 
 
-def _copies(
-    weights: Weights,
-    name: str,
-    shape: Sequence[int],
-    offset: Sequence[int],
-    *,
-    width: int,
-    slices: int,
-) -> Tensor:
-    """Return a box of packed experts, of which number e is slice e mod `slices` of the MLP."""
-    inner = 1 if name.endswith(".down.weight") else 0  # the dimension of the MLP's columns
-    wanted = [expert % slices for expert in range(offset[0], offset[0] + shape[0])]
-    found = {}
-    for part in {*wanted} or {0}:
-        begin = [*offset[1:]]
-        begin[inner] += part * width
-        found[part] = weights(name, shape[1:], begin)
-    return torch.stack([found[part] for part in wanted]) if wanted else found[0].new_empty(shape)
-
-
-def _shapes(held: Mapping[str, Sequence[int]], config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Return which tensors an upcycled decoder has, of those which a dense one holds."""
+def _convert_shapes(
+    shapes: Mapping[str, Sequence[int]], config: DecoderConfig
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of an upcycled decoder's tensors from those of a dense one."""
     dense = parameter_shapes(attrs.evolve(config, experts=None))
-    whole = parameter_shapes(config)
-    gone = dense.keys() - whole.keys()
-    for name in sorted(gone & held.keys()):
-        if tuple(held[name]) != dense[name]:
-            got = tuple(held[name])
-            raise ValueError(f"upcycled: {name!r} is {got} in the weights, and {dense[name]} here")
-    kept = {name: tuple(shape) for name, shape in held.items() if name not in gone}
-    return kept | {name: whole[name] for name in whole.keys() - dense.keys()}
+    sparse = parameter_shapes(config)
+    replaced = dense.keys() - sparse.keys()
+    for name in sorted(replaced & shapes.keys()):
+        if tuple(shapes[name]) != dense[name]:
+            raise ValueError(
+                f"upcycle_weights: {name!r} is {tuple(shapes[name])} in the weights, and "
+                f"{dense[name]} here"
+            )
+    unchanged = {name: tuple(shape) for name, shape in shapes.items() if name not in replaced}
+    return unchanged | {name: sparse[name] for name in sparse.keys() - dense.keys()}

@@ -254,6 +254,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             if found_inf:
                 return
             found_inf = None
+        # Reading a counter on a device would be a host sync: there the coefficients are fp64 tensors.
         counters = [float(state[x]) if on_host else state[x].double() for x in counts]
         coefficients, in_fp32, in_fp64, new_counts, step = numbers(counters, on_host=on_host)
         for x, count in new_counts.items():
@@ -307,6 +308,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         rows: Rows | None,
         step: Any,
     ) -> None:
+        # The loop takes addresses, so tensors must be contiguous; copies are written back below.
         flat = [x if x is None or x.is_contiguous() else x.contiguous() for x in shards]
         size = cast("Tensor", flat[0]).numel()
         rule_loop(self.rule, len(self.moments))(

@@ -72,21 +72,20 @@ class _Offloaded:
                 select(p)
                 self.step()
                 for name, x in state.get(p, {}).items():
-                    if _is_moved(x):
-                        state[p][name] = _copy_back(x, on_host.get(name))
+                    if not _is_moved(x):
+                        continue
+                    host = on_host.get(name)
+                    if host is None or get_local(host).device.type != "cpu":
+                        state[p][name] = copy_to_pinned(x)  # new state, or loaded onto the device
+                    else:
+                        get_local(host).copy_(get_local(x))
+                        state[p][name] = host
         return loss
 
 
 def _is_moved(x: Any) -> bool:
     # Counters stay on the device that their optimizer requires.
     return isinstance(x, Tensor) and x.dim() > 0
-
-
-def _copy_back(x: Tensor, on_host: Tensor | None) -> Tensor:
-    if on_host is None or get_local(on_host).device.type != "cpu":
-        return copy_to_pinned(x)
-    get_local(on_host).copy_(get_local(x))
-    return on_host
 
 
 def copy_to_pinned(x: Tensor) -> Tensor:
@@ -97,7 +96,7 @@ def copy_to_pinned(x: Tensor) -> Tensor:
         tensor([1., 1.])
     """
     copied = x.to("cpu", copy=True)
-    if torch.cuda.is_available():
+    if torch.cuda.is_available():  # only from pinned memory are copies to the device asynchronous
         local = get_local(copied)
         local.data = local.pin_memory()
     return copied

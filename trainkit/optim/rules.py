@@ -1,6 +1,6 @@
-"""Optimizers by their rules: AdamW, Lion, signSGD, momentum, schedule-free AdamW.
+"""Elementwise optimizers by their update rules: AdamW, Lion, signSGD, momentum, schedule-free.
 
-All take the options of decay and of storage beside their own: see `ElementwiseOptimizer`.
+Besides their own options all have those of decay and of storage; see `ElementwiseOptimizer`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _decays(group: Mapping[str, Any]) -> tuple[float, float, float]:
 
 
 def _one_more(counts: Mapping[str, Any]) -> dict[str, Any]:
-    """Increment the counters: the rule reads none, stochastic rounding may."""
+    """Increment the counters; the rule reads none of them, but stochastic rounding may."""
     return {name: count + 1 for name, count in counts.items()}
 
 
@@ -36,7 +36,7 @@ def adamw_rule(p: Any, g: Any, m: Any, v: Any, c: Any) -> Any:
 
 
 class LowPrecisionAdamW(ElementwiseOptimizer):
-    """AdamW (Loshchilov and Hutter 2019), whose moments and parameters may be in few bits.
+    """AdamW (Loshchilov and Hutter, 2019) with low-precision moments or parameters.
 
     Examples:
         >>> import torch
@@ -68,11 +68,12 @@ def lion_rule(p: Any, g: Any, m: Any, c: Any) -> Any:
 
 
 class Lion(ElementwiseOptimizer):
-    """Lion: the sign of a mixture of gradient and moment.
+    """Lion: the sign of an interpolation between the moment and the gradient.
+
+    Start from a tenth of AdamW's learning rate and ten times its weight decay.
 
     References:
-        Chen et al., "Symbolic discovery of optimization algorithms" (2023). Start from a
-        tenth of AdamW's learning rate and ten times its weight decay.
+        Chen et al., "Symbolic discovery of optimization algorithms" (2023).
 
     Examples:
         >>> import torch
@@ -103,7 +104,7 @@ def sign_rule(p: Any, g: Any, c: Any) -> Any:
 
 
 class SignSGD(ElementwiseOptimizer):
-    """The sign of the gradient, and nothing remembered.
+    """signSGD: the sign of the gradient, without optimizer state.
 
     References:
         Bernstein et al., "signSGD: compressed optimisation for non-convex problems" (2018).
@@ -135,9 +136,7 @@ def momentum_rule(p: Any, g: Any, m: Any, c: Any) -> Any:
 
 
 class Momentum(ElementwiseOptimizer):
-    """Gradient descent with momentum: buffer = momentum * buffer + gradient.
-
-    As torch's SGD, but with decoupled weight decay.
+    """SGD with momentum, buffer = momentum * buffer + gradient, and decoupled weight decay.
 
     Examples:
         >>> import torch
@@ -165,6 +164,7 @@ def schedule_free_rule(p: Any, g: Any, x: Any, v: Any, c: Any) -> Any:
     lr, decay, against, new_sq, scale_sq, eps, beta, ahead, share = c
     v = v + (g * g - v) * new_sq
     u = decayed(g / (root(v) * scale_sq + eps), p, decay, against)
+    # z is not stored: y = (1 - beta) z + beta x, so z = y + (y - x) beta / (1 - beta).
     z = p + (p - x) * ahead - lr * u
     x = x + (z - x) * share
     return z + (x - z) * beta, x, v
@@ -173,13 +173,13 @@ def schedule_free_rule(p: Any, g: Any, x: Any, v: Any, c: Any) -> Any:
 class ScheduleFree(ElementwiseOptimizer):
     """Schedule-free AdamW: a constant learning rate, evaluated at an average of the iterates.
 
-    Parameters hold y, where gradients are taken; z takes the steps; what is evaluated and exported
-    is x, a mean of all z so far, with weights of the largest rate so far, squared. x is kept, as
-    "mean", which `use_averaged_parameters` puts in place; z follows from y = (1 - beta) z + beta x,
-    which asks for parameters in fp32. Give it a constant rate after warm-up.
+    Gradients are taken at y, the parameters; steps are taken at z; and x is evaluated and exported,
+    a mean of all z so far, weighted by the square of the largest learning rate so far. x is stored
+    as "mean", which `use_averaged_parameters` evaluates; z follows from y = (1 - beta) z + beta x,
+    which requires parameters in fp32. Use a constant learning rate after the warmup.
 
     References:
-        Defazio et al., "The road less scheduled" (2024). The decay is taken at y.
+        Defazio et al., "The road less scheduled" (2024). Weight decay is applied at y.
 
     Examples:
         >>> import torch
@@ -198,26 +198,26 @@ class ScheduleFree(ElementwiseOptimizer):
     options: ClassVar = {"betas": (0.9, 0.95), "eps": 1e-8}
 
     def __init__(self, params: Params, **options: Any) -> None:
-        """Take parameters and options; see `ElementwiseOptimizer`.
+        """Set the options; see `ElementwiseOptimizer`.
 
         Raises:
-            ValueError: Also where the first of the betas is 0, or a parameter is in fewer bits than
-                fp32.
+            ValueError: Also if the first of the betas is 0, or a parameter is in low precision.
         """
         super().__init__(params, **options)
         if not all(group["betas"][0] > 0 for group in self.param_groups):
             raise ValueError("ScheduleFree: betas[0] must be above 0")
         if any(p.dtype.itemsize < 4 for group in self.param_groups for p in group["params"]):
-            raise ValueError("ScheduleFree: parameters must be in fp32, got fewer bits")
+            raise ValueError("ScheduleFree: parameters must be in fp32, got lower precision")
 
     @staticmethod
     def numbers(group: Mapping[str, Any], counts: Mapping[str, Any]) -> Numbers:
-        """Return the rule's numbers; the steps, the largest rate and the sum of weights so far."""
+        """Return the rule's coefficients and the new counters: step, largest lr, sum of weights."""
         step, (beta, second) = counts["step"] + 1, group["betas"]
-        rate = counts["rate"]
+        rate = counts["rate"]  # a tensor on a device
         rate = rate.clamp(min=group["lr"]) if hasattr(rate, "clamp") else max(rate, group["lr"])
         weight = counts["weight"] + rate**2
         share = rate**2 / (weight + (weight == 0))
-        numbers = (1 - second, (1 - second**step) ** -0.5, group["eps"])
-        numbers += (beta, beta / (1 - beta), share)
-        return (*_decays(group), *numbers), {"step": step, "rate": rate, "weight": weight}
+        adaptive = (1 - second, (1 - second**step) ** -0.5, group["eps"])
+        averaging = (beta, beta / (1 - beta), share)
+        new_counts = {"step": step, "rate": rate, "weight": weight}
+        return (*_decays(group), *adaptive, *averaging), new_counts

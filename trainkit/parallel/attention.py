@@ -44,6 +44,7 @@ def set_attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
     """
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
+        # vars: an attribute of the instance, not a method or a submodule of that name
         layers = [x for x in module.modules() if callable(vars(x).get("attend"))]
         layers = [x for x in layers if hasattr(x, "head_size") or hasattr(x, "widest_head")]
         if not layers:
@@ -64,6 +65,7 @@ def set_attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
         for layer in layers:
             window = getattr(layer, "window", None)
             softcap = getattr(layer, "softcap", None)
+            # Heads of latent attention have keys and values of different sizes.
             head_size: Any = getattr(layer, "widest_head", None) or layer.head_size
             kind = (window, softcap, head_size)
             if kind not in made:

@@ -201,18 +201,18 @@ def _find_length_problems(
             got=rows.row_length,
             want=f"a multiple of {rows.multiple_of}",
         )
-    if model is not None and model.reach is not None and rows.row_length > model.reach:
-        text = f"a context of {model.reach}"
+    if model is not None and model.max_length is not None and rows.row_length > model.max_length:
+        text = f"a context of {model.max_length}"
         advice = "set that context (open_folder takes it)"
         if model.positions is not None:
-            text = f"{model.reach} learned positions"
+            text = f"{model.max_length} learned positions"
             advice = "take a model with rotary ones"
         yield ConfigError(
             f"a document may fill a row of {rows.row_length} tokens, and the model has {text}; set "
-            f"row_length to {model.reach}, or {advice}",
+            f"row_length to {model.max_length}, or {advice}",
             where="row_length",
             got=rows.row_length,
-            want=f"<= {model.reach}",
+            want=f"<= {model.max_length}",
         )
 
 

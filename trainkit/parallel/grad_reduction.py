@@ -133,18 +133,13 @@ def keep_gathered_if_returned_(module: Any) -> None:
 
     def check_output(unit: Any, inner: nn.Module, args: Any, output: Any) -> Any:
         del unit.post_forward
-        own = {_get_storage_id(p._unsharded_param) for p in unit.fsdp_params}  # noqa: SLF001 (see _was_gathered)
-        if any(_get_storage_id(x) in own for x in _iterate_tensors(output)):
+        own = {get_storage_id(p._unsharded_param) for p in unit.fsdp_params}  # noqa: SLF001 (see _was_gathered)
+        if any(get_storage_id(x) in own for x in _iterate_tensors(output)):
             module.set_reshard_after_forward(False, recurse=False)
         return unit.post_forward(inner, args, output)
 
     for unit in fsdp_groups(module):
         unit.post_forward = partial(check_output, unit)
-
-
-def _get_storage_id(tensor: Any) -> int:
-    # Not data_ptr(): it is 0 for every freed storage, and a FakeTensor has none.
-    return get_local(tensor).untyped_storage()._cdata  # noqa: SLF001 (as torch.multiprocessing does)
 
 
 def _iterate_tensors(output: Any) -> Iterator[Tensor]:
@@ -763,6 +758,18 @@ def get_local(tensor: Any) -> Tensor:
         return tensor
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
+
+
+def get_storage_id(tensor: Any) -> int:
+    """Return a number that identifies the storage of a tensor's local shard while it exists.
+
+    Examples:
+        >>> x = torch.ones(2)
+        >>> get_storage_id(x) == get_storage_id(x[1:])
+        True
+    """
+    # Not data_ptr(): it is 0 for every freed storage, and a FakeTensor has none.
+    return get_local(tensor).untyped_storage()._cdata  # noqa: SLF001 (as torch.multiprocessing does)
 
 
 def check_dense(

@@ -90,7 +90,7 @@ def materialize_(
                 want="a buffer that is made from numbers alone",
             )
     ties = find_ties(module)
-    with PlacedAlike():
+    with PlacedAlike():  # DTensor's own `empty_like` is slow
         module.to_empty(device=device)
     retie_(module, ties)  # to_empty makes a tensor for every module that shares it
     names = {name: tie for tie in ties for name in tie}

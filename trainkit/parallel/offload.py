@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from trainkit.models.mixins import Forward, wrap_forward_
-from trainkit.parallel.grad_reduction import find_reducers, get_local
+from trainkit.parallel.grad_reduction import find_reducers, get_storage_id
 from trainkit.parallel.parameters import find_blocks
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ConfigError, ParallelState
@@ -135,10 +135,6 @@ def _offload_saved(forward: Forward, *, saved: _SavedTensors, first: bool) -> Fo
     return call
 
 
-def _storage_key(x: Tensor) -> int:
-    return x.untyped_storage()._cdata  # noqa: SLF001 (no public way)
-
-
 class _Pass:
     """The tensors that one forward pass has saved, in order, and the next to prefetch."""
 
@@ -219,12 +215,12 @@ class _SavedTensors:
             inner = (module for _, module in find_reducers(unit).fsdp)
             self.has_inner_units[unit] = any(module is not unit for module in inner)
         tensors = (*unit.parameters(), *unit.buffers())
-        self.weights = {_storage_key(get_local(x)) for x in tensors}
+        self.weights = {get_storage_id(x) for x in tensors}
 
     def pack(self, x: Tensor) -> Any:
         """Return an entry and the view of it that x is; or x itself if it is not offloaded."""
         is_plain = type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided
-        key = _storage_key(x) if is_plain and not (x.is_conj() or x.is_neg()) else None
+        key = get_storage_id(x) if is_plain and not (x.is_conj() or x.is_neg()) else None
         if key is None or key in self.weights or x.untyped_storage().nbytes() < self.smallest:
             return x if x.is_leaf else x.detach()  # an output would keep its own node alive
         entry = self.entries.get(key)

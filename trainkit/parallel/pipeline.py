@@ -138,6 +138,7 @@ def make_pipeline(
     def run(
         microbatches: Sequence[Mapping[str, Any]], *, denominator: Denominator
     ) -> dict[str, Tensor]:
+        # torch's stages allocate receive buffers of one shape for all microbatches of a schedule.
         edge = _find_common_edge(stages[0], microbatches)
         reducers = [grad_reduction.find_reducers(stage) for stage in stages]
         for stage_reducers in reducers:
@@ -154,6 +155,7 @@ def make_pipeline(
             raise
         finally:
             step.clear()
+        # The terms' shapes and dtypes are agreed on once: ranks without the loss see no term.
         kinds.update(kinds or stage_forward.agree_on_kinds(sums, terms, axis=axis, source=last))
         device = stage_forward.compute_device(stages[0])
         return stage_forward.share_terms(sums, kinds, axis=axis, source=last, device=device)
@@ -222,6 +224,7 @@ def _check_stages(
         )
     modules = [module for reducers in all_reducers for _, module in reducers.fsdp]
     groups = [group for module in modules for group in grad_reduction.fsdp_groups(module)]
+    # A layout with the properties of these stages: `check_layout` knows the rules of schedules.
     layout = Layout(
         pp=axis.count,
         dp_shard=max([2, *(group.mesh_info.mesh.size() for group in groups)]) if modules else 1,

@@ -206,7 +206,8 @@ def _cast_parameters_(module: nn.Module, parts: Sequence[nn.Module], compute: to
             # By path at each call: a copy of the module has parts of its own.
             tied = [[(self.get_submodule(path), name) for path, name in x] for x in slots.values()]
             for owners in tied:
-                cast = getattr(*owners[0])
+                first, first_name = owners[0]
+                cast = getattr(first, first_name)
                 # A view if the dtype is the same: its gradient is rounded once, as FSDP's is.
                 cast = cast.view_as(cast) if cast.dtype == compute else cast.to(compute)
                 for part, name in owners:

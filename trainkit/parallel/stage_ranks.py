@@ -100,6 +100,7 @@ def as_stages(
         1
     """
     if isinstance(stages_or_model, nn.Module):
+        # All other axes have size 1, so that nothing communicates but sums over the data.
         return Stages((stages_or_model,), call=call or call_model, dp=axis, loss=axis)
     if not isinstance(stages_or_model, Stages):
         raise ConfigError(
@@ -156,6 +157,7 @@ def make_stages(
     axis = ps.pp
     ranks = assign_stages(schedule, axis.count, per_rank=len(stages))
     indices = [index for index, rank in enumerate(ranks) if rank == axis.index]
+    # Only tied parameters are compared, so only these are hashed.
     digests = [
         {
             name: hash_values(get_local(p.detach())) if name in tied else ""
@@ -172,6 +174,7 @@ def make_stages(
             where="stages",
             got=counts,
         )
+    # From the stages of each rank to all stages in the order of the pipeline.
     remaining = [iter(of_rank) for of_rank in by_rank]
     in_order = [next(remaining[rank]) for rank in ranks]
     shared = _find_shared(in_order, tied)

@@ -137,6 +137,7 @@ def build_stages(
         for step in filter(_is_of_the_whole, plan):
             model = step(model, ps)
     plan = [step for step in plan if not _is_of_the_whole(step)]
+    # With a user's own split, the number of layers is no limit on the number of stages.
     is_default = isinstance(model, Decoder) and split is split_layers and stages_per_rank is None
     layout = Layout(pp=ps.pp.count, schedule=schedule)  # the plan checks the other axes
     config = model.config if is_default else None
@@ -148,7 +149,7 @@ def build_stages(
         return attach_axes([model], ps, schedule=schedule, call=call)
     ranks = assign_stages(schedule, ps.pp.count, per_rank=stages_per_rank)
     names = {canonical_name(name) for name, _ in model.named_parameters()}
-    ties = find_ties(model)
+    ties = find_ties(model)  # before the split, which may copy a tied weight
     with torch.device("meta"):
         stages = list(split(model, len(ranks)))
     tied = _check_split(names, ties, stages, len(ranks))

@@ -246,7 +246,10 @@ def local_padding(padding: int | None, rows: int, axis: Axis) -> int | None:
     Args:
         padding: The `padding_idx` of the full Embedding.
         rows: The number of rows on each rank.
-        axis: `ps.tp`; it does not communicate.
+        axis: `ps.tp`.
+
+    Effects:
+        None; it does not communicate.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel

@@ -4,7 +4,6 @@ from . import plots as plots
 from . import sinks as sinks
 from .directory import make_run_dir as make_run_dir
 from .errors import EXIT_SAVED as EXIT_SAVED
-from .errors import get_exit_code as get_exit_code
 from .errors import report_errors as report_errors
 from .errors import run_main as run_main
 from .garbage import collect_manually as collect_manually
@@ -18,6 +17,5 @@ from .reproducible import use_deterministic as use_deterministic
 from .signals import open_stop_vote as open_stop_vote
 from .signals import trap_signals as trap_signals
 from .startup import check_ranks_agree as check_ranks_agree
-from .startup import make_code_facts as make_code_facts
 from .timeouts import Timeouts as Timeouts
 from .watchdog import watch_ranks as watch_ranks

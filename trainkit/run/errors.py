@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import orjson
 
-from trainkit.files import flush, redirect_to_devnull, say_on_stderr
+from trainkit.files import flush, print_to_stderr, redirect_to_devnull
 from trainkit.run.stacks import read_stack
 from trainkit.types import TrainkitError, format_error
 
@@ -117,7 +117,7 @@ def report_errors(run_dir: str | Path | None = None) -> Iterator[None]:
         fields = _collect_fields(error, run_dir)
         path = _write_traceback(error, run_dir, fields)
         flush(sys.stdout)
-        say_on_stderr(_format_report(fields, *([f"traceback: {path}"] if path else [])))
+        print_to_stderr(_format_report(fields, *([f"traceback: {path}"] if path else [])))
         raise SystemExit(fields["code"]) from None
 
 
@@ -442,5 +442,5 @@ def _write_traceback(
                 file.write(f"{datetime.now(UTC).isoformat(timespec='seconds')}\n{text}\n")
             return path
     if fields["code"] in {_PEER, _BUG}:
-        say_on_stderr(text)
+        print_to_stderr(text)
     return None

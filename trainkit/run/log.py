@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Iterator
 
-from trainkit.files import say, say_on_stderr
+from trainkit.files import print_to, print_to_stderr
 from trainkit.types import Log, Share
 
 
@@ -84,7 +84,7 @@ def print_message(message: str) -> None:
         >>> print_message("step 1")
         step 1
     """
-    say(message, sys.stdout)
+    print_to(message, sys.stdout)
 
 
 def print_warning(message: str) -> None:
@@ -93,4 +93,4 @@ def print_warning(message: str) -> None:
     Effects:
         Writes to stderr, and never fails.
     """
-    say_on_stderr(f"warning: {message}")
+    print_to_stderr(f"warning: {message}")

@@ -26,7 +26,7 @@ from trainkit import health
 from trainkit.collectives import all_gather_objects, run_on_all_ranks
 from trainkit.data.concat import fingerprint
 from trainkit.data.packed import make_data_facts
-from trainkit.files import atomic_write, format_toml, say_on_stderr
+from trainkit.files import atomic_write, format_toml, print_to_stderr
 from trainkit.mesh import parallel_session
 from trainkit.mesh.launch import describe_launch
 from trainkit.metrics import (
@@ -160,7 +160,7 @@ def open_run(
             layout or Layout(),
             timeout=timedelta(seconds=max(timeouts.start_timeout, 10 * timeouts.step_timeout)),
             start_timeout=timedelta(seconds=timeouts.start_timeout),
-            asked=stop_reason,
+            stop_reason=stop_reason,
         ) as ps,
     ):
         run_on_all_ranks(lambda: str(make_run_dir(folder)), ps.world)
@@ -756,7 +756,7 @@ class Loop:
             state = self._read_pending(state, self._check_alone)
         except NumericsError:  # all ranks decide together about what follows from it
             return None
-        return UnsavedState(state, say_on_stderr, self._get_score(state.step), after_peer_error)
+        return UnsavedState(state, print_to_stderr, self._get_score(state.step), after_peer_error)
 
     def _is_saved(self, step: int) -> bool:
         newest = checkpoint.list_checkpoints(self._run.dir / "checkpoints")[:1]

@@ -29,7 +29,7 @@ from typing import NoReturn, Protocol
 import attrs
 
 from trainkit.collectives import all_gather_objects
-from trainkit.files import say_on_stderr
+from trainkit.files import print_to_stderr
 from trainkit.run import peers
 from trainkit.run.clocks import START, Phase, PhaseClock, SaveClock
 from trainkit.run.errors import (
@@ -197,7 +197,7 @@ def watch_ranks(
     grace: float | None = None,
     renew_lock: Callable[[], None] = lambda: None,
     count_written: Callable[[], int] | None = None,
-    log: Log = say_on_stderr,
+    log: Log = print_to_stderr,
 ) -> Iterator[Announce]:
     """Watch over the ranks of a run: end all when one dies or hangs, and name it and its place.
 

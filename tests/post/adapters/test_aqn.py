@@ -1,4 +1,4 @@
-"""Noise on frozen matrices and norms: a function of seed, step, name and place, and of no more."""
+"""Noise on frozen matrices and norms: a function of seed, step, name and index, and of no more."""
 
 from functools import partial
 
@@ -37,7 +37,7 @@ from trainkit.weights.checkpoint import resume, save_checkpoint
 DENSE = attrs.evolve(SHALLOW, layers=1, mlp_width=52)  # cuts of 26 columns, within four of a hash
 SPARSE = attrs.evolve(DENSE, layers=2, experts=attrs.evolve(EXPERTS, jitter=0.0))
 NORM = "layers.0.mlp_norm.weight"
-NOISE = {"weights": 2.0, "norms": 0.1}
+NOISE = 2.0  # on matrices; that on norms is a twentieth of it
 
 
 WEIGHT = torch.randn(140, 300, generator=torch.Generator().manual_seed(0))
@@ -55,13 +55,11 @@ def test_noise_has_the_size_of_half_a_step_and_goes_with_the_block(form):
     model = layer(form)
     clean = dequantize_parameter(model.up, dtype=torch.float64)
     with add_quantization_noise([model], seed=0, step=3, weights=0.5):
-        noise = (
-            (dequantize_parameter(model.up, dtype=torch.float64) - clean) / HALF_STEPS[form] / 0.5
-        )
+        noisy = dequantize_parameter(model.up, dtype=torch.float64)
+        noise = (noisy - clean) / HALF_STEPS[form] / 0.5
         plain = dequantize_parameter(model.up)
-        assert torch.equal(
-            dequantize_parameter(model.up, rows=slice(9, 20)), plain[9:20]
-        )  # as for DoRA
+        some_rows = dequantize_parameter(model.up, rows=slice(9, 20))  # as for DoRA
+        assert torch.equal(some_rows, plain[9:20])
         x = torch.randn(2, 300, generator=torch.Generator().manual_seed(1)).requires_grad_()
         y = model.up(x)
     (d_x,) = torch.autograd.grad(y.square().sum(), x)  # the same noise, behind the block too
@@ -108,15 +106,17 @@ def build(ps, config, form="nf4", layout=Layout()):  # noqa: B008 (frozen)
     return build_stages(make_model, ps, plan, weights=init_weights(config, seed=0))
 
 
+def add_noise(stages, *, step, noise=NOISE):
+    return add_quantization_noise(stages, seed=1, step=step, weights=noise, norms=noise / 20)
+
+
 def train(ps, stages, optimizer, steps, *, ranks=1, noise=NOISE):
     """Take some steps, each rank on the same rows."""
     params = get_parameters(stages)
     run = make_forward_backward(stages, next_token_linear, call=call_routed)
     for step in steps:
         scale = piecewise(1.0, [(0, 1.0), (3, 0.5, "exponential")])(step)
-        with add_quantization_noise(
-            stages, seed=1, step=step, **{k: scale * x for k, x in noise.items()}
-        ):
+        with add_noise(stages, step=step, noise=scale * noise):
             run([decoder_batch(step)], denominator=torch.tensor(60.0 * ranks))
         clip_and_step(params, optimizer, lr=0.1, max_norm=1e9, axis=ps.pp)
 
@@ -143,7 +143,7 @@ def differences(cases):
 
 
 def test_every_layout_has_the_noise_of_one_process():
-    alone, clean = (trained(solo_parallel(), DENSE, noise=x) for x in (NOISE, {}))
+    alone, clean = (trained(solo_parallel(), DENSE, noise=x) for x in (NOISE, 0.0))
     assert max(float((alone[x] - clean[x]).abs().max()) for x in alone) > 1e-4
     cases = [(Layout(tp=2), DENSE, alone)]
     if can_shard_bytes():
@@ -170,8 +170,8 @@ def test_a_resumed_run_has_the_same_bits_and_evaluation_has_no_noise(tmp_path):
 
     stages, optimizer, facts = begin()
     before = evaluated(ps, stages)
-    with add_quantization_noise(stages, seed=1, step=0, **NOISE):
-        assert evaluated(ps, stages) != before  # whoever wants it in samples puts them in the block
+    with add_noise(stages, step=0):
+        assert evaluated(ps, stages) != before  # samples get it inside of the block
     assert evaluated(ps, stages) == before
     norm = get_named_parameters(stages)[NORM].detach().clone()
     train(ps, stages, optimizer, range(2))
@@ -188,12 +188,12 @@ def test_a_resumed_run_has_the_same_bits_and_evaluation_has_no_noise(tmp_path):
 def test_noise_on_nothing_is_refused():
     plain = nn.ModuleDict({"up": nn.Linear(2, 2)})
     enter = partial(add_quantization_noise, seed=0, step=0)
-    for options, told in (
-        ({"weights": 1.0}, "weights is 1.0, and no matrix is quantized"),
-        ({"norms": 1.0}, "norms is 1.0, and no norm stands before"),
-        ({"weights": -1.0}, "weights must be at least 0 and finite, got -1.0"),
+    for noise, message in (
+        (enter([plain], weights=1.0), "weights is 1.0, and no matrix is quantized"),
+        (enter([plain], norms=1.0), "norms is 1.0, and no norm stands before"),
+        (enter([plain], weights=-1.0), "weights must be at least 0 and finite, got -1.0"),
     ):
-        with pytest.raises(ConfigError, match=told), enter([plain], **options):
+        with pytest.raises(ConfigError, match=message), noise:
             pass
     trains = pytest.raises(ConfigError, match=r"attention_norm.weight is trained")
     with trains, enter([Decoder(DENSE)], norms=0.1):

@@ -117,19 +117,19 @@ def test_so_do_others():
 
 
 def cut_blocks():
-    with tk.parallel_session(tp=2) as ps, pytest.raises(ConfigError) as told:
+    with tk.parallel_session(tp=2) as ps, pytest.raises(ConfigError) as error:
         tk.build_stages(
             lambda: Decoder(attrs.evolve(MODEL, width=64, mlp_width=96)),
             ps,
             [fake_quantize(), tensor_parallel(), fsdp()],
             weights=init_weights(MODEL, seed=0),
         )
-    return str(told.value)
+    return str(error.value)
 
 
 def test_tp_that_cuts_a_block_is_refused():
-    told = run_ranks(cut_blocks, 2)[0]
-    assert "leaves 'layers.0.mlp.down' a side of 48, and int4 has blocks of 32" in told
+    message = run_ranks(cut_blocks, 2)[0]
+    assert "leaves 'layers.0.mlp.down' a side of 48, and int4 has blocks of 32" in message
 
 
 # ----------------------------------------------------------------------------------------- convert
@@ -139,7 +139,7 @@ def test_tp_that_cuts_a_block_is_refused():
 def test_a_model_that_was_trained_for_it_loses_nothing_when_it_is_quantised(linears):
     with quietly():
         pytest.importorskip("torchao")
-    how = LINEARS[linears].args
+    formats = LINEARS[linears].args
     weights = init_weights(MODEL, seed=0)
     prepared, plain = (
         tk.build_stages(lambda: Decoder(MODEL), SOLO, plan, weights=weights)[0]
@@ -163,7 +163,7 @@ def test_a_model_that_was_trained_for_it_loses_nothing_when_it_is_quantised(line
     plain.load_state_dict(prepared.state_dict())  # names are the same, and so is what is exported
     assert abs(loss(plain).item() - after) > 1e-5
     for model in (plain, prepared):
-        converted = quantize_model_(model, *how)
+        converted = quantize_model_(model, *formats)
         assert loss(converted).item() == pytest.approx(after, rel=1e-6)
         assert "Intx" in type(converted.layers["0"].mlp.up.weight).__name__
 
@@ -172,7 +172,8 @@ def test_a_model_that_was_trained_for_it_loses_nothing_when_it_is_quantised(line
 def test_an_exported_folder_that_others_quantise_computes_what_was_trained(tmp_path):
     transformers = pytest.importorskip("transformers")
     sizes = tiny.SIZES | tiny.PLAIN | {"hidden_size": 64, "intermediate_size": 96}
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(tmp_path)
+    config = transformers.LlamaConfig.from_dict(sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     folder = tk.hub.open_folder(tmp_path)
     plan = make_linear_transforms("qat_int8_int4")

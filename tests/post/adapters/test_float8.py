@@ -142,8 +142,11 @@ def test_what_cannot_be_is_refused():
     model = nn.ModuleDict(
         {"up": nn.Linear(16, 24), "wide": nn.Linear(16, 16), "head": nn.Linear(16, 16)}
     )
-    for pattern, told in (("up", "is 24 x 16, which 16 does not"), ("x", "matches the name of no")):
-        with pytest.raises(ConfigError, match=told):
+    for pattern, message in (
+        ("up", "is 24 x 16, which 16 does not"),
+        ("x", "matches the name of no"),
+    ):
+        with pytest.raises(ConfigError, match=message):
             float8(modules=pattern)(model, SOLO)
     float8()(model, SOLO)
     assert (
@@ -213,14 +216,14 @@ def test_what_shares_a_scale_over_tokens_is_a_microbatch():
 
 def too_narrow():
     narrow = attrs.evolve(MODEL, width=32)
-    with tk.parallel_session(tp=2) as ps, pytest.raises(ConfigError) as told:
+    with tk.parallel_session(tp=2) as ps, pytest.raises(ConfigError) as error:
         tk.build_stages(
             lambda: Decoder(narrow),
             ps,
             [float8(), tensor_parallel(), fsdp()],
             weights=init_weights(narrow, seed=0),
         )
-    return str(told.value)
+    return str(error.value)
 
 
 def test_tp_that_leaves_a_side_too_narrow_is_refused():

@@ -64,10 +64,10 @@ def test_the_order_of_what_says_the_same_is_no_fact():
 
 
 @pytest.mark.parametrize(
-    ("pattern", "told"), [("hea", "matches the name of no parameter"), ("(", "no regular expr")]
+    ("pattern", "message"), [("hea", "matches the name of no parameter"), ("(", "no regular expr")]
 )
-def test_a_pattern_that_is_wrong_later_is_told_at_once(pattern, told):
-    with pytest.raises(ConfigError, match=told):
+def test_a_pattern_that_is_wrong_later_raises_at_once(pattern, message):
+    with pytest.raises(ConfigError, match=message):
         select_frozen(NAMES, [], {1000: [Freeze(pattern)]}, 0)
 
 
@@ -128,8 +128,8 @@ def kinds_of_gradients(layout):
         return model
 
     with parallel_session(layout) as ps:
-        kept = mixed_precision(torch.bfloat16, storage=torch.bfloat16)
-        stages = build_stages(make_model, ps, [kept, fsdp()], weights=certificate_weights)
+        precision = mixed_precision(torch.bfloat16, storage=torch.bfloat16)
+        stages = build_stages(make_model, ps, [precision, fsdp()], weights=certificate_weights)
         run = make_forward_backward(stages, next_token_linear)
         for step in range(2):
             if step:

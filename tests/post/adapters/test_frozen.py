@@ -1,4 +1,4 @@
-"""Models that hold matrices in few bits: the same numbers, the same bits in every layout."""
+"""Models with quantized matrices: the same numbers, the same bits in every layout."""
 
 import ctypes
 import functools
@@ -84,14 +84,14 @@ def test_experts_compute_with_what_their_codes_stand_for(form, grouped):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_kept_for_backward_are_bytes():
+def test_backward_saves_bytes_alone():
     layer = filled(nn.Linear(128, 256, bias=False))
     quantized("nf4", modules="0")(nn.Sequential(layer), solo_parallel())
-    kept = []
+    saved = []
     x = torch.ones(2, 128, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         layer(x)
-    assert sum(t.nbytes for t in kept) == layer.weight.nbytes + layer.weight_scales.nbytes
+    assert sum(t.nbytes for t in saved) == layer.weight.nbytes + layer.weight_scales.nbytes
 
 
 def test_under_autocast_it_computes_in_what_autocast_says():
@@ -133,9 +133,8 @@ def folder_of(home, row):
     transformers = pytest.importorskip("transformers")
     kind, changes = tiny.ROWS[row]
     sizes = tiny.SIZES | changes | FOLDERS[row]
-    theirs = getattr(transformers, f"{kind}ForCausalLM")(
-        getattr(transformers, f"{kind}Config")(**sizes)
-    )
+    config = getattr(transformers, f"{kind}Config").from_dict(sizes)
+    theirs = getattr(transformers, f"{kind}ForCausalLM")(config)
     filled(theirs).save_pretrained(home)
 
 
@@ -177,8 +176,8 @@ def test_a_folder_becomes_the_same_bytes_in_every_layout(row, layout, tmp_path):
 def test_a_pattern_that_matches_no_matrix_is_refused():
     model = nn.ModuleDict({"norm": nn.RMSNorm(4), "head": nn.Linear(4, 4)})
     for pattern in ("nor.", "hea"):
-        told = f"quantized: '{pattern}' matches the name of no linear layer or experts; .*: head$"
-        with pytest.raises(ConfigError, match=told):
+        message = f"'{pattern}' matches the name of no linear layer or experts; .*: head$"
+        with pytest.raises(ConfigError, match=message):
             quantized(modules=pattern)(model, solo_parallel())
     with pytest.raises(ValueError, match="got 'int4'"):
         quantized("int4")
@@ -205,8 +204,8 @@ def test_a_weight_that_modules_share_is_refused():
 
 
 def peak_of_this_process():
-    said = Path("/proc/self/status").read_text()
-    return int(re.search(r"VmHWM:\s+(\d+)", said)[1]) * 1024
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+)", status)[1]) * 1024
 
 
 def peaks_of_filling(folders):
@@ -228,13 +227,13 @@ def peaks_of_filling(folders):
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs VmHWM reset")
-def test_filling_takes_the_memory_of_one_file_beside_the_bytes(tmp_path):
+def test_filling_takes_the_memory_of_one_file_and_the_bytes(tmp_path):
     transformers = pytest.importorskip("transformers")
     for home, layers in (("first", 1), ("measured", 5)):
         sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": layers}
-        made = transformers.LlamaConfig(**tiny.SIZES | tiny.PLAIN | sizes)
+        config = transformers.LlamaConfig.from_dict(tiny.SIZES | tiny.PLAIN | sizes)
         with torch.device("meta"):  # to draw values takes a second
-            theirs = transformers.LlamaForCausalLM(made).to(torch.bfloat16)
+            theirs = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
         theirs.to_empty(device="cpu")
         for p in theirs.parameters():
             nn.init.constant_(p, 0.1)

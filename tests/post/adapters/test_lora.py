@@ -1,4 +1,4 @@
-"""Adapters beside matrices: what they compute, what they begin with, what is trained and saved."""
+"""Low-rank adapters: their forward pass, initial values, dropout, checkpoints and resumption."""
 
 import json
 from functools import partial
@@ -77,7 +77,7 @@ def test_a_linear_layer_has_its_low_rank_path(dora):
 
 
 @pytest.mark.parametrize("form", [None, "nf4", "int8", "fp8"])
-def test_dora_takes_the_lengths_of_whatever_holds_a_matrix(form, monkeypatch):
+def test_dora_takes_the_norms_of_plain_and_of_quantized_matrices(form, monkeypatch):
     monkeypatch.setattr("trainkit.post.adapters.lowrank._MAX_ELEMENTS", 500)  # some rows at a time
     torch.manual_seed(0)
     model = nn.ModuleDict({"up": nn.Linear(72, 20), "experts": ExpertWeights(3, 72, 20)})
@@ -94,10 +94,11 @@ def test_dora_takes_the_lengths_of_whatever_holds_a_matrix(form, monkeypatch):
     for name, p in own.items():
         nn.init.normal_(p, mean=float("magnitude" in name), std=0.2)
 
-    def whole(module, key, beside):
-        total = dequantize_parameter(module, key) + 1.5 * beside["default"].b @ beside["default"].a
+    def whole(module, key, adapters):
+        adapter = adapters["default"]
+        total = dequantize_parameter(module, key) + 1.5 * adapter.b @ adapter.a
         lengths = total.detach().norm(dim=-1)
-        return (beside["default"].magnitude / lengths).unsqueeze(-1) * total
+        return (adapter.magnitude / lengths).unsqueeze(-1) * total
 
     plain = {k: whole(model.experts, k, model.experts.lora[k]) for k in ("gate", "up", "down")}
     wanted = torch.func.functional_call(ExpertWeights(3, 72, 20), plain, (x, counts))
@@ -143,7 +144,7 @@ def test_side_by_side_the_last_is_trained_and_any_is_chosen():
         adapters.select_adapter_([model], "three")
 
 
-def test_an_embedding_is_trained_beside_adapters():
+def test_an_embedding_is_trained_with_adapters():
     model = build(solo_parallel(), trained="embedding|.*attention_norm.weight")[0]
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     rest = [name for name in trained if ".lora." not in name]
@@ -159,8 +160,8 @@ def test_dropout_needs_keys_in_training_alone():
         run([bare])
     randomised_([model])
     first, again = (run([batch], call=call_with_noise)["loss"] for _ in range(2))
-    keys = {"noise_key": batch["noise_key"] + 1}
-    other = run([attrs.evolve(batch, extra=keys)], call=call_with_noise)["loss"]
+    other_batch = attrs.evolve(batch, extra={"noise_key": batch["noise_key"] + 1})
+    other = run([other_batch], call=call_with_noise)["loss"]
     assert first == again != other
     model.eval()
     assert run([bare])["loss"] not in (first, other)
@@ -234,9 +235,9 @@ def moe(dropout):
     return randomised_([model])[0].double()
 
 
-def hidden_of(model, batch, *, rows=None, **more):
+def hidden_of(model, batch, *, rows=None, changes=None):
     """Return the hidden states of the tokens `[T, D]`."""
-    parts = [dict(part) | more for part in split_batch(batch, rows or len(batch.labels))]
+    parts = [dict(part) | (changes or {}) for part in split_batch(batch, rows or len(batch.labels))]
     outputs = [call_routed(model, part).output.hidden.detach() for part in parts]
     return torch.cat(outputs)[batch.document_ids >= 0]
 
@@ -250,13 +251,19 @@ def test_a_token_drops_the_same_in_any_rows_alone_or_packed_and_in_any_order_of_
     alone = attrs.evolve(alone, extra={"noise_key": batch["noise_key"][:1, :last]})
     assert torch.allclose(hidden_of(model, alone), whole[:last], rtol=0, atol=1e-12)
     tape = RoutingTape()
-    how = {"spans": batch.spans, "noise_key": batch["noise_key"], "tape": tape}
-    model(batch.input_ids, position_ids=batch.position_ids, is_token=batch.document_ids >= 0, **how)
+    model(
+        batch.input_ids,
+        position_ids=batch.position_ids,
+        is_token=batch.document_ids >= 0,
+        spans=batch.spans,
+        noise_key=batch["noise_key"],
+        tape=tape,
+    )
     (choices,) = tape.choices.values()
-    other = {"choices": choices.flip(1).view(*batch.labels.shape, 1, -1)}
-    assert torch.allclose(hidden_of(model, batch, **other), whole, rtol=0, atol=1e-12)
-    later = {"noise_key": batch["noise_key"] + 1}
-    assert (hidden_of(model, batch, **later) - whole).abs().max() > 0.1
+    flipped = {"choices": choices.flip(1).view(*batch.labels.shape, 1, -1)}
+    assert torch.allclose(hidden_of(model, batch, changes=flipped), whole, rtol=0, atol=1e-12)
+    other_keys = {"noise_key": batch["noise_key"] + 1}
+    assert (hidden_of(model, batch, changes=other_keys) - whole).abs().max() > 0.1
 
 
 def test_experts_adapters_without_dropout_compute_what_they_did(monkeypatch):
@@ -276,8 +283,13 @@ def test_a_resumed_run_drops_in_experts_what_it_would_have_dropped(tmp_path):
     run = [(stages := [moe(0.3)]), optimizer_of(stages), ps]
 
     def step(number, stages, optimizer, ps):
-        how = {"loss": add_router_losses(next_token_linear), "denominator": torch.tensor(100)}
-        forward_backward(stages[0], [decoder_batch(number)], call=call_routed, **how)
+        forward_backward(
+            stages[0],
+            [decoder_batch(number)],
+            loss=add_router_losses(next_token_linear),
+            denominator=torch.tensor(100),
+            call=call_routed,
+        )
         clip_and_step(get_parameters(stages), optimizer, lr=1e-2, max_norm=1.0)
         return state_hash(TrainState(step=number + 1), stages, optimizer, ps)
 
@@ -295,18 +307,18 @@ TWO = nn.ModuleDict({"up": nn.Linear(2, 2), "norm": nn.RMSNorm(2)})
 
 
 @pytest.mark.parametrize(
-    ("loras", "options", "told"),
+    ("transform", "message"),
     [
-        ([Lora("u")], {}, "'u' matches the name of no matrix; those there are: layers.0."),
-        ([Lora("(")], {}, "'(' is no regular expression"),
-        ([Lora("head")], {}, "'head' matches the name of no matrix"),
-        ([Lora(ROW), Lora(".*down")], {}, "'layers.0.mlp.down' is matched twice"),
-        ([Lora(ROW)], {"trained": "emb"}, "'emb' matches the name of no module or parameter"),
+        (lora(Lora("u")), "'u' matches the name of no matrix; those there are: layers.0."),
+        (lora(Lora("(")), "'(' is no regular expression"),
+        (lora(Lora("head")), "'head' matches the name of no matrix"),
+        (lora(Lora(ROW), Lora(".*down")), "'layers.0.mlp.down' is matched twice"),
+        (lora(Lora(ROW), trained="emb"), "'emb' matches the name of no module or parameter"),
     ],
 )
-def test_what_does_not_fit_is_told_before_anything_is_built(loras, options, told):
-    (problem,) = adapters.problems([lora(*loras, **options)], CONFIG)
-    assert told in str(problem)
+def test_what_does_not_fit_is_reported_before_anything_is_built(transform, message):
+    (problem,) = adapters.problems([transform], CONFIG)
+    assert message in str(problem)
 
 
 def test_matrices_of_bytes_and_their_base_are_looked_at_before_anything_is_built(monkeypatch):
@@ -320,17 +332,17 @@ def test_matrices_of_bytes_and_their_base_are_looked_at_before_anything_is_built
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("make", "message"),
     [
-        ({"rank": 0}, "rank must be a positive number, got 0"),
-        ({"alpha": 0.0}, "alpha must be positive"),
-        ({"dropout": 1.0}, r"dropout must be in \[0, 1\)"),
-        ({"name": "a.b"}, "name must be a name without dots"),
+        (partial(Lora, "x", rank=0), "rank must be a positive number, got 0"),
+        (partial(Lora, "x", alpha=0.0), "alpha must be positive"),
+        (partial(Lora, "x", dropout=1.0), r"dropout must be in \[0, 1\)"),
+        (partial(Lora, "x", name="a.b"), "name must be a name without dots"),
     ],
 )
-def test_a_field_out_of_range_is_named(change, told):
-    with pytest.raises(ConfigError, match=told):
-        Lora("x", **change)
+def test_a_field_out_of_range_is_named(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
 
 
 def test_adapters_that_are_added_at_once_have_one_name():
@@ -355,10 +367,10 @@ def test_adapters_stand_before_what_cuts_matrices():
         )
 
 
-# ----------------------------------------------------------------------------- what they begin with
+# --------------------------------------------------------------------------------- initial values
 
 
-def test_the_first_values_are_uniform_and_add_nothing():
+def test_the_initial_values_are_uniform_and_add_nothing():
     (model,) = build(solo_parallel())
     own = model.layers["1"].attention.wq.lora["default"]
     bound = CONFIG.width**-0.5  # kaiming_uniform_(a=sqrt(5))
@@ -409,12 +421,12 @@ def test_a_checkpoint_holds_what_is_trained_and_knows_its_base(tmp_path):
     again = build(ps, seed=1, trained="head")
     facts = adapters.exclude_frozen_(again, ps, source="moved")
     other = optimizer_of(again)
-    how = {"facts": facts, "log": lambda _: None}
-    with pytest.raises(CheckpointError, match="its base_from is the/base, the run's is moved"):
-        resume(tmp_path, TrainState(), again, other, ps, **how)
-    back = resume(
-        tmp_path, TrainState(), again, other, ps, **how, rules=ResumeRules(allow=["base_from"])
+    resume_again = partial(
+        resume, tmp_path, TrainState(), again, other, ps, facts=facts, log=lambda _: None
     )
+    with pytest.raises(CheckpointError, match="its base_from is the/base, the run's is moved"):
+        resume_again()
+    back = resume_again(rules=ResumeRules(allow=["base_from"]))
     assert state_hash(back, again, other, ps) == state_hash(state, stages, optimizer, ps)
     wrong = build(ps, of=1, trained="head")
     facts = adapters.exclude_frozen_(wrong, ps, source="the/base")
@@ -448,8 +460,8 @@ def test_a_trained_model_is_built_on_its_own_base_alone(tmp_path):
     (again,) = adapters.build_trained_stages(path, make_model, ps, [])
     for name, p in get_named_parameters(stages).items():
         assert torch.equal(get_named_parameters([again])[name], p), name
-    told = f"build_trained_stages: the weights in {other} are not the base of {path}"
-    with pytest.raises(CheckpointError, match=told):
+    message = f"build_trained_stages: the weights in {other} are not the base of {path}"
+    with pytest.raises(CheckpointError, match=message):
         adapters.build_trained_stages(path, make_model, ps, [], base=other)
 
 
@@ -493,8 +505,7 @@ def resume_in_one(folder, layout, want):
         stages = build(ps, layout=layout, seed=1)
         facts = adapters.exclude_frozen_(stages, ps, source="x")
         optimizer = optimizer_of(stages)
-        how = {"facts": facts, "log": lambda _: None}
-        state = resume(folder, TrainState(), stages, optimizer, ps, **how)
+        state = resume(folder, TrainState(), stages, optimizer, ps, facts=facts, log=lambda _: None)
         assert (facts["base"], state_hash(state, stages, optimizer, ps)) == want
 
 

@@ -62,8 +62,8 @@ def test_merging_changes_no_number_and_can_be_undone_bit_for_bit():
         assert loss_of(stages[0]) == pytest.approx(before, rel=1e-12)
         assert not stages[0].layers["0"].mlp.up.lora["default"].b.any()
         assert not torch.equal(stages[0].layers["0"].mlp.up.weight, bits["layers.0.mlp.up.weight"])
-    for name, kept in bits_of(stages).items():
-        assert torch.equal(kept, bits[name]), name
+    for name, x in bits_of(stages).items():
+        assert torch.equal(x, bits[name]), name
 
 
 def test_relora_merges_draws_anew_and_forgets_moments():
@@ -93,7 +93,7 @@ def merge_in(layout, wanted):
                 for dim, (start, size) in enumerate(zip(box.offset, box.local.shape, strict=True)):
                     whole = whole.narrow(dim, start, size)
                 assert torch.allclose(box.local, whole, rtol=1e-12, atol=1e-12), name
-        assert all(torch.equal(kept, bits[name]) for name, kept in bits_of(stages).items())
+        assert all(torch.equal(x, bits[name]) for name, x in bits_of(stages).items())
 
 
 def test_every_layout_merges_the_same():

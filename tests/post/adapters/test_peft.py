@@ -37,36 +37,46 @@ tiny = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(tiny)
 LENGTH = 16
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def peft_config(modules, **options):
+    import peft
+
+    return peft.LoraConfig(
+        task_type="CAUSAL_LM", r=3, lora_alpha=6, target_modules=modules, **options
+    )
+
+
 THEIRS = {
     "lora, embedding and head": (
         "llama",
         ["q_proj", "down_proj"],
-        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        partial(peft_config, modules_to_save=["embed_tokens", "lm_head"]),
     ),
     "tied": (
         "llama tied, scaled",
         ["v_proj"],
-        {"use_rslora": True, "modules_to_save": ["embed_tokens", "lm_head"]},
+        partial(peft_config, use_rslora=True, modules_to_save=["embed_tokens", "lm_head"]),
     ),
     "tied by PEFT": (
         "llama tied, scaled",
         ["v_proj"],
-        {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+        partial(peft_config, modules_to_save=["embed_tokens"], ensure_weight_tying=True),
     ),
-    "dora, biases": ("qwen2", ["q_proj", "o_proj"], {"use_dora": True}),
+    "dora, biases": ("qwen2", ["q_proj", "o_proj"], partial(peft_config, use_dora=True)),
     "joined": (
         "phi3",
         ["qkv_proj", "gate_up_proj"],
-        {"rank_pattern": {"qkv_proj": 5}, "alpha_pattern": {"gate_up_proj": 3}},
+        partial(peft_config, rank_pattern={"qkv_proj": 5}, alpha_pattern={"gate_up_proj": 3}),
     ),
-    "joined, dora": ("phi3", ["qkv_proj"], {"use_dora": True}),
-    "experts": ("mixtral", ["q_proj"], {"target_parameters": EXPERTS}),
+    "joined, dora": ("phi3", ["qkv_proj"], partial(peft_config, use_dora=True)),
+    "experts": ("mixtral", ["q_proj"], partial(peft_config, target_parameters=EXPERTS)),
     "experts, one weight": (
         "qwen3_moe some layers",
         ["q_proj"],
-        {"target_parameters": EXPERTS[:1]},
+        partial(peft_config, target_parameters=EXPERTS[:1]),
     ),
-    "latents": ("deepseek_v3", ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"], {}),
+    "latents": ("deepseek_v3", ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"], peft_config),
 }
 ATTENTION = r"layers\.\d+\.attention\.w[qv]"
 OURS = {
@@ -122,9 +132,12 @@ def randomised_(named):
 
 
 def theirs_of(base):
-    options = {"attn_implementation": "eager", "dtype": torch.float32}
-    options |= {"experts_implementation": "eager"}  # the others know no fp64
-    return transformers.AutoModelForCausalLM.from_pretrained(base, **options).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        base,
+        attn_implementation="eager",
+        experts_implementation="eager",  # the others know no fp64
+        dtype=torch.float32,
+    ).eval()
 
 
 def ours_of(base, transforms, *, weights=lambda base: base):
@@ -160,14 +173,12 @@ def check_alike(ours, theirs):
 def test_what_peft_has_written_computes_the_same_here(row, bases, tmp_path):
     import peft
 
-    kind, modules, options = THEIRS[row]
+    kind, modules, make_config = THEIRS[row]
     base = bases(kind)
-    settings = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=3, lora_alpha=6, target_modules=modules, **options
-    )
+    settings = make_config(modules)
     theirs = peft.get_peft_model(theirs_of(base), settings).eval()
     randomised_(theirs.named_parameters())
-    if "lm_head" in options.get("modules_to_save", ()) and "tied" in kind:
+    if "lm_head" in (settings.modules_to_save or ()) and "tied" in kind:
         saved = [p for name, p in theirs.named_parameters() if "modules_to_save" in name]
         saved[-1].data = saved[0].data.clone()
     theirs.save_pretrained(tmp_path)
@@ -185,8 +196,8 @@ def test_what_peft_has_written_computes_the_same_here(row, bases, tmp_path):
 def test_an_embedding_that_peft_trains_apart_from_its_tied_head_is_refused(bases, tmp_path):
     import peft
 
-    base, options = bases("llama tied, scaled"), {"modules_to_save": ["embed_tokens"]}
-    settings = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["v_proj"], **options)
+    base = bases("llama tied, scaled")
+    settings = peft_config(["v_proj"], modules_to_save=["embed_tokens"])
     theirs = peft.get_peft_model(theirs_of(base), settings).eval()
     randomised_(theirs.named_parameters())
     own = theirs.base_model.model
@@ -199,7 +210,7 @@ def test_an_embedding_that_peft_trains_apart_from_its_tied_head_is_refused(bases
 
 
 def saved_run(base, loras, trained, folder):
-    """Return our model with adapters that are not what they begin with, and its checkpoint."""
+    """Write a checkpoint of our model with random adapters, and return the model."""
     ps = solo_parallel()
     ours = ours_of(base, [lora(*loras, trained=trained)])
     randomised_(get_named_parameters([ours]).items())
@@ -241,8 +252,8 @@ def written(bases, tmp_path_factory):
 
 
 def changed(folder, written, *, settings=None, tensors=None):
-    told = json.loads((written / "adapter_config.json").read_text()) | (settings or {})
-    (folder / "adapter_config.json").write_text(json.dumps(told))
+    config = json.loads((written / "adapter_config.json").read_text()) | (settings or {})
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     held = load_file(written / "adapter_model.safetensors")
     held = {name: x for name, x in (held | (tensors or {})).items() if x is not None}
     save_file(held, folder / "adapter_model.safetensors")
@@ -253,43 +264,54 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("settings", "message"),
     [
-        ({"settings": {"lora_bias": True}}, "lora_bias is True, which is not known here"),
-        ({"settings": {"use_better": {"x": 1}}}, "use_better is {'x': 1}, which is not known here"),
-        ({"settings": {"peft_type": "IA3"}}, "peft_type is 'IA3', not 'LORA'"),
-        ({"settings": {"init_lora_weights": "pissa"}}, "init_lora_weights is 'pissa'"),
-        ({"settings": {"trainable_token_indices": [3]}}, "trainable_token_indices is [3]"),
-        ({"settings": {"alpha_pattern": {"(": 3}}}, "alpha_pattern has '(', which is no regular"),
-        ({"settings": {"rank_pattern": {"(": 3}}}, "rank_pattern has '(', which is no regular"),
-        ({"settings": {"r": 5}}, "q_proj has the rank 3, and adapter_config.json says 5"),
-        ({"settings": {"rank_pattern": {"q_proj": 2}}}, "has the rank 3, and adapter_config.json"),
-        ({"settings": {"r": "3"}}, "r is '3', not a whole number above 0"),
-        ({"settings": {"lora_alpha": None}}, "lora_alpha is None, not a number above 0"),
-        ({"settings": {"lora_dropout": [0.1]}}, "lora_dropout is [0.1], not a number in [0, 1)"),
-        ({"settings": {"alpha_pattern": [3]}}, "alpha_pattern is [3], not a table of numbers"),
-        ({"settings": {"alpha_pattern": {"q": "3"}}}, "not a table of numbers above 0"),
-        ({"settings": {"use_rslora": "false"}}, "use_rslora is 'false', not true or false"),
-        ({"settings": {"use_dora": True}}, "which are no adapter of 32 outputs"),
-        ({"tensors": {f"{Q}.lora_B.weight": None}}, "q_proj has one of lora_A and lora_B alone"),
-        ({"tensors": {f"{Q}.lora_B.weight": torch.ones(31, 3)}}, "no adapter of 32 outputs"),
-        ({"tensors": {f"{Q}.lora_A.weight": torch.ones(3, 33)}}, "32 outputs and 32 inputs"),
-        ({"tensors": {f"{Q}x.lora_A.weight": torch.ones(3, 3)}}, "q_projx.lora_A.weight of the"),
-        ({"tensors": {f"{Q}.lora_embedding_A": torch.ones(3, 3)}}, "of a kind that is not known"),
-        (
-            {"tensors": {"base_model.model.score.weight": torch.ones(3)}},
-            "score.weight has no",
-        ),
-        ({"tensors": {"base_model.model.lm_head.weight": torch.ones(3, 32)}}, "the shape [3, 32]"),
+        ({"lora_bias": True}, "lora_bias is True, which is not known here"),
+        ({"use_better": {"x": 1}}, "use_better is {'x': 1}, which is not known here"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3', not 'LORA'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+        ({"trainable_token_indices": [3]}, "trainable_token_indices is [3]"),
+        ({"alpha_pattern": {"(": 3}}, "alpha_pattern has '(', which is no regular"),
+        ({"rank_pattern": {"(": 3}}, "rank_pattern has '(', which is no regular"),
+        ({"r": 5}, "q_proj has the rank 3, and adapter_config.json says 5"),
+        ({"rank_pattern": {"q_proj": 2}}, "has the rank 3, and adapter_config.json"),
+        ({"r": "3"}, "r is '3', not a whole number above 0"),
+        ({"lora_alpha": None}, "lora_alpha is None, not a number above 0"),
+        ({"lora_dropout": [0.1]}, "lora_dropout is [0.1], not a number in [0, 1)"),
+        ({"alpha_pattern": [3]}, "alpha_pattern is [3], not a table of numbers"),
+        ({"alpha_pattern": {"q": "3"}}, "not a table of numbers above 0"),
+        ({"use_rslora": "false"}, "use_rslora is 'false', not true or false"),
+        ({"use_dora": True}, "which are no adapter of 32 outputs"),
     ],
 )
-def test_what_would_be_computed_otherwise_is_refused_by_name(
-    change, told, bases, written, tmp_path
+def test_settings_that_would_change_what_is_computed_are_refused_by_name(
+    settings, message, bases, written, tmp_path
 ):
     folder = open_folder(bases("llama"))
     with pytest.raises((ConfigError, CheckpointError)) as refusal:
-        read_peft(changed(tmp_path, written, **change), folder.family, folder.config)
-    assert told in str(refusal.value)
+        read_peft(changed(tmp_path, written, settings=settings), folder.family, folder.config)
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({f"{Q}.lora_B.weight": None}, "q_proj has one of lora_A and lora_B alone"),
+        ({f"{Q}.lora_B.weight": torch.ones(31, 3)}, "no adapter of 32 outputs"),
+        ({f"{Q}.lora_A.weight": torch.ones(3, 33)}, "32 outputs and 32 inputs"),
+        ({f"{Q}x.lora_A.weight": torch.ones(3, 3)}, "q_projx.lora_A.weight of the"),
+        ({f"{Q}.lora_embedding_A": torch.ones(3, 3)}, "of a kind that is not known"),
+        ({"base_model.model.lm_head.weight": torch.ones(3, 32)}, "the shape [3, 32]"),
+        ({"base_model.model.score.weight": torch.ones(3)}, "score.weight has no"),
+    ],
+)
+def test_tensors_that_would_change_what_is_computed_are_refused_by_name(
+    tensors, message, bases, written, tmp_path
+):
+    folder = open_folder(bases("llama"))
+    with pytest.raises((ConfigError, CheckpointError)) as refusal:
+        read_peft(changed(tmp_path, written, tensors=tensors), folder.family, folder.config)
+    assert message in str(refusal.value)
 
 
 def test_what_peft_has_no_place_for_is_refused(bases, tmp_path):

@@ -54,7 +54,7 @@ WRITING = {
 
 
 def folder_of_tasks(home):
-    """Write three tasks, each a YAML file and lines of JSON beside it."""
+    """Write three tasks, each a YAML file and a JSON lines file."""
     questions = [
         {
             "question": f"{text} and {i} more",
@@ -161,11 +161,11 @@ def test_texts_of_different_wishes_come_back_in_the_order_of_the_prompts():
     model = evaluation.make_harness_model(list, BYTES, context=16, generate=write, rows=2)
     wishes = [{"until": ".", "max_gen_toks": 9}, {"until": [","], "temperature": 0.5}] * 2
     wishes[1]["max_new_tokens"] = wishes[3]["max_new_tokens"] = 4
-    asked = [
+    requests = [
         Instance("generate_until", {}, (f"a long prompt {i}", wish), 0)
         for i, wish in enumerate(wishes)
     ]
-    assert model.generate_until(asked) == ["yes, no", "yes", "yes, no", "yes"]
+    assert model.generate_until(requests) == ["yes, no", "yes", "yes, no", "yes"]
     (first, one), (second, two) = seen
     assert [bytes(ids) for ids in first] == [b"rompt 0", b"rompt 2"]
     assert [bytes(ids) for ids in second] == [b"ong prompt 1", b"ong prompt 3"]
@@ -182,8 +182,8 @@ def test_prompts_are_written_on_in_batches_the_longest_first():
 
     model = evaluation.make_harness_model(list, BYTES, context=300, generate=write, rows=2)
     texts = ["a", "bbb", "cc", "eeeee", "dddd"]
-    asked = [Instance("generate_until", {}, (text, {"max_gen_toks": 1}), 0) for text in texts]
-    assert model.generate_until(asked) == ["a", "b", "c", "e", "d"]
+    requests = [Instance("generate_until", {}, (text, {"max_gen_toks": 1}), 0) for text in texts]
+    assert model.generate_until(requests) == ["a", "b", "c", "e", "d"]
     assert seen == [[5, 4], [3, 2], [1]]
 
 

@@ -33,8 +33,8 @@ def written(path, *records):
 def test_windows_are_those_of_lm_eval_and_count_every_token_once(size, context):
     utils = pytest.importorskip("lm_eval.utils")
     ids = list(range(1, size + 1))
-    asked = utils.get_rolling_token_windows(ids, 0, context, 1)
-    want = [utils.make_disjoint_window(pair) for pair in asked]
+    windows = utils.get_rolling_token_windows(ids, 0, context, 1)
+    want = [utils.make_disjoint_window(pair) for pair in windows]
     found = make_rolling_windows(ids, prefix=0, context=context)
     pairs = [(x.ids[: -x.scored].tolist(), x.ids[-x.scored :].tolist()) for x in found]
     assert pairs == want

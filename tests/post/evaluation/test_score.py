@@ -19,19 +19,19 @@ from trainkit.parallel.tensor_parallel import tensor_parallel
 from trainkit.post.evaluation.examples import EvalItem, Example, make_example, make_rolling_windows
 from trainkit.post.evaluation.score import ExampleScores, token_scores
 from trainkit.tools.testing import run_ranks
-from trainkit.types import Hidden, NumericsError
+from trainkit.types import Hidden, Layout, NumericsError
 
 SMALL = attrs.evolve(CONFIG, vocab_size=32)
 MIXED = attrs.evolve(SMALL, experts=Experts(count=4, chosen=2, width=8))
 CONTEXT = 20
 LAYOUTS = [
-    pytest.param(2, [{"pp": 2}, {"tp": 2}, {}, {"dp_shard": 2, "ep": 2}], id="2"),
-    pytest.param(4, [{"pp": 2, "tp": 2}, {"ring": 2, "ulysses": 2}], id="4"),
-    pytest.param(4, [{"tp": 2, "ring": 2}], id="4, others", marks=pytest.mark.only_all),
+    pytest.param(2, [Layout(pp=2), Layout(tp=2), Layout(), Layout(dp_shard=2, ep=2)], id="2"),
+    pytest.param(4, [Layout(pp=2, tp=2), Layout(ring=2, ulysses=2)], id="4"),
+    pytest.param(4, [Layout(tp=2, ring=2)], id="4, others", marks=pytest.mark.only_all),
 ]
 
 
-def asked():
+def make_items():
     """Return pairs of many lengths, a text of three windows, and each word after three contexts."""
     random = np.random.default_rng(0)
     pairs = [random.integers(0, 32, size=size) for size in random.integers(2, 30, size=13)]
@@ -61,14 +61,14 @@ def stages_in(ps, *, head, config, dtype=torch.float64):
     return tk.build_stages(make, ps, plan, weights=init_weights(config, seed=0))
 
 
-def scored(degrees, path, *, head="hidden", dtype=torch.float64):
+def scored(layout, path, *, head="hidden", dtype=torch.float64):
     """Write the lines of all items in a layout, in batches of about two rows."""
-    config = MIXED if "ep" in degrees else SMALL
+    config = MIXED if layout.ep > 1 else SMALL
     config = attrs.evolve(config, tied=head == "logits")
-    with tk.parallel_session(**degrees) as ps:
+    with tk.parallel_session(layout) as ps:
         stages = stages_in(ps, head=head, config=config, dtype=dtype)
         call = call_routed if config.experts else call_model
-        score, items = evaluation.make_scorer(stages, tokens_per_batch=48, call=call), asked()
+        score, items = evaluation.make_scorer(stages, tokens_per_batch=48, call=call), make_items()
 
         def lines_from(start):
             return evaluation.score_in_groups(
@@ -80,8 +80,8 @@ def scored(degrees, path, *, head="hidden", dtype=torch.float64):
 
 
 def all_of(layouts, folder):
-    for i, degrees in enumerate(layouts):
-        scored(degrees, f"{folder}/{i}", head=("hidden", "logits")[i % 2])
+    for i, layout in enumerate(layouts):
+        scored(layout, f"{folder}/{i}", head=("hidden", "logits")[i % 2])
 
 
 def numbers_of(lines):
@@ -100,7 +100,7 @@ def by_hand(config):
     """Return the lines that whole logits of each example alone come to."""
     (model,) = stages_in(tk.solo_parallel(), head="logits", config=config)
     call, lines = call_routed if config.experts else call_model, []
-    for number, item in enumerate(asked()):
+    for number, item in enumerate(make_items()):
         found = []
         for example in item.examples:
             ids = torch.from_numpy(example.ids)
@@ -119,8 +119,8 @@ def test_every_layout_writes_the_lines_that_logits_of_each_example_alone_give(
     world, layouts, tmp_path
 ):
     run_ranks(all_of, world, layouts, str(tmp_path))
-    for i, degrees in enumerate(layouts):
-        config = attrs.evolve(MIXED if "ep" in degrees else SMALL, tied=i % 2 == 1)
+    for i, layout in enumerate(layouts):
+        config = attrs.evolve(MIXED if layout.ep > 1 else SMALL, tied=i % 2 == 1)
         wanted = by_hand(config)
         assert_close(evaluation.read_results(tmp_path / f"{i}"), wanted, 1e-12)
         greedy = [(line["index"] - 13) % 32 for line in wanted[13:-1] if line["greedy"]]
@@ -130,7 +130,7 @@ def test_every_layout_writes_the_lines_that_logits_of_each_example_alone_give(
 
 
 def test_in_fp32_the_numbers_are_equal_to_1e_5_and_the_names_are_equal(tmp_path):
-    scored({}, tmp_path / "32", head="hidden", dtype=torch.float32)
+    scored(Layout(), tmp_path / "32", head="hidden", dtype=torch.float32)
     wanted = by_hand(SMALL)
     assert_close(evaluation.read_results(tmp_path / "32"), wanted, 1e-5)
 
@@ -182,7 +182,7 @@ def test_an_example_without_a_context_is_refused_and_none_at_all_are_no_call():
 
 
 def test_lines_are_whole_json_that_others_read(tmp_path):
-    scored({}, tmp_path / "a")
+    scored(Layout(), tmp_path / "a")
     first, *rest = (tmp_path / "a").read_text().splitlines()
     assert json.loads(first)["model"] == "a"
     assert [json.loads(line)["index"] for line in rest] == list(range(14 + 96))

@@ -12,16 +12,25 @@ from trainkit.post.generation import Sampling, generate
 
 PROMPTS = [[3, 14, 15, 9, 26, 53], [58], [9, 7, 9, 32, 38, 46, 26, 43, 38, 32], [50, 28]]
 NEW = 16  # more than any window but the widest holds after its prompt
-THEIRS = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+
+
+def generate_by_transformers(model, ids, *, mask=None, repetition_penalty=1.0):
+    config = tiny.load_transformers().GenerationConfig(
+        max_new_tokens=NEW,
+        do_sample=False,
+        pad_token_id=0,
+        repetition_penalty=repetition_penalty,
+    )
+    return model.generate(ids, attention_mask=mask, generation_config=config)
 
 
 def theirs_of(model):
-    """Return what their generate makes of the prompts, filled up at the left."""
+    """Return what their generate makes of the prompts, padded on the left."""
     longest = max(map(len, PROMPTS))
     filled = [longest - len(prompt) for prompt in PROMPTS]
     ids = torch.tensor([[0] * n + p for n, p in zip(filled, PROMPTS, strict=True)])
     mask = torch.arange(longest) >= torch.tensor(filled).unsqueeze(1)
-    out = model.generate(ids, attention_mask=mask.long(), **THEIRS)
+    out = generate_by_transformers(model, ids, mask=mask.long())
     return out[:, longest:].tolist()
 
 
@@ -61,6 +70,6 @@ def test_greedy_text_is_that_of_transformers(row, tmp_path):
 def test_a_penalty_of_what_stands_there_is_that_of_transformers(tmp_path):
     theirs, ours = models_of("llama", tmp_path)
     (found,) = greedy_of(ours, PROMPTS[:1], repetition_penalty=1.3)
-    out = theirs.generate(torch.tensor(PROMPTS[:1]), repetition_penalty=1.3, **THEIRS)
+    out = generate_by_transformers(theirs, torch.tensor(PROMPTS[:1]), repetition_penalty=1.3)
     assert [found] == out[:, len(PROMPTS[0]) :].tolist()
     assert [found] != greedy_of(ours, PROMPTS[:1])

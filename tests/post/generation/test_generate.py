@@ -230,23 +230,28 @@ def test_hidden_and_logits_models_write_the_same_text():
 
 
 def spelled(text):
-    """A model that says a text of bytes, whatever it is asked."""
+    """Return a function that generates with a model of a fixed text, whatever the prompt."""
     ids = [*text.encode(), 257]
 
     def call(_, batch):
         place = batch["input_ids"].shape[1] - 2
         return 50 * nn.functional.one_hot(torch.tensor([[*[0] * (place + 1), ids[place]]]), 259)
 
-    return lambda **how: generate(
-        nn.Linear(1, 1),
-        [[65, 66]],
-        max_new_tokens=len(ids),
-        context=99,
-        stop_ids=[257],
-        tokenizer=make_byte_tokenizer(),
-        call=lambda model, batch: call(model, batch).float(),
-        **how,
-    )[0]
+    def run(*, stop, stream=None):
+        (completion,) = generate(
+            nn.Linear(1, 1),
+            [[65, 66]],
+            max_new_tokens=len(ids),
+            context=99,
+            stop_ids=[257],
+            tokenizer=make_byte_tokenizer(),
+            call=lambda model, batch: call(model, batch).float(),
+            stop=stop,
+            stream=stream,
+        )
+        return completion
+
+    return run
 
 
 def test_text_is_streamed_in_whole_characters_and_ends_before_a_stop_string():
@@ -274,26 +279,39 @@ class Unused(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "change", "match"),
+    ("prompts", "match"),
     [
-        ([[1], []], {}, "prompt 1 is empty"),
-        ([1, 2], {}, "prompts must be rows of token ids, got 1"),
-        (["ab"], {}, "prompts must be rows of token ids, got 'ab'"),
-        ([[1, 40]], {}, r"prompt 0 has ids from 1 to 40; the model's are in \[0, 40\)"),
-        ([[-1]], {}, "prompt 0 has ids from -1 to -1"),
-        ([[1], [1, 2, 3, 4]], {}, "prompt 1 has 4 tokens, which with 1 new ones exceed the conte"),
-        ([[1]], {"max_new_tokens": -1}, "max_new_tokens must be at least 0, got -1"),
-        ([[1]], {"context": 0}, "context must be at least 1, got 0"),
-        ([[1]], {"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
-        ([[1]], {"row_ids": [1, 2]}, "1 prompts but 2 row_ids"),
-        ([[1]], {"stop": ["x"]}, "stop= needs a tokenizer"),
-        ([[1]], {"stream": print}, "stream= needs a tokenizer"),
-        ([[1]], {"stop": ["x", ""]}, "a stop string is empty"),
+        ([[1], []], "prompt 1 is empty"),
+        ([1, 2], "prompts must be rows of token ids, got 1"),
+        (["ab"], "prompts must be rows of token ids, got 'ab'"),
+        ([[1, 40]], r"prompt 0 has ids from 1 to 40; the model's are in \[0, 40\)"),
+        ([[-1]], "prompt 0 has ids from -1 to -1"),
+        ([[1], [1, 2, 3, 4]], "prompt 1 has 4 tokens, which with 1 new ones exceed the conte"),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_is_computed(prompts, change, match):
+def test_bad_prompts_are_refused_before_anything_is_computed(prompts, match):
     with pytest.raises(ValueError, match=match):
-        generate(Unused(), prompts, **{"max_new_tokens": 1, "context": 4} | change)
+        generate(Unused(), prompts, max_new_tokens=1, context=4)
+
+
+ONE_PROMPT = partial(generate, prompts=[[1]], max_new_tokens=1, context=4)
+
+
+@pytest.mark.parametrize(
+    ("run", "match"),
+    [
+        (partial(ONE_PROMPT, max_new_tokens=-1), "max_new_tokens must be at least 0, got -1"),
+        (partial(ONE_PROMPT, context=0), "context must be at least 1, got 0"),
+        (partial(ONE_PROMPT, vocab_size=0), "vocab_size must be at least 1, got 0"),
+        (partial(ONE_PROMPT, row_ids=[1, 2]), "1 prompts but 2 row_ids"),
+        (partial(ONE_PROMPT, stop=["x"]), "stop= needs a tokenizer"),
+        (partial(ONE_PROMPT, stream=print), "stream= needs a tokenizer"),
+        (partial(ONE_PROMPT, stop=["x", ""]), "a stop string is empty"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_computed(run, match):
+    with pytest.raises(ValueError, match=match):
+        run(Unused())
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(top_k=3, top_p=0.5, min_p=0.1)])

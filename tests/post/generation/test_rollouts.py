@@ -226,7 +226,7 @@ def test_a_record_that_cannot_be_trained_on_is_refused(changes, says):
         decode = staticmethod(BYTES.decode)
 
     with pytest.raises(DataError, match=says):
-        read_answers([record(), record(**changes)], tokenizer=Lossy(), first=3)
+        read_answers([record(), record() | changes], tokenizer=Lossy(), first=3)
 
 
 def test_the_tokens_that_were_drawn_are_those_that_are_trained():
@@ -281,7 +281,7 @@ def test_experts_that_a_sampler_took_are_those_that_are_trained():
     (packed,) = split_minibatches(make_answer_corpus(given, advantages=[1.0]), 1, capacity=16)
     (batch,) = make_microbatches(packed, [0], rows_per_microbatch=1)
     chosen, own = call_routed(model, batch), call_routed(model, attrs.evolve(batch, extra={}))
-    whole = torch.tensor([*taken, taken[-1]])  # the last token is asked for, and asks for nothing
+    whole = torch.tensor([*taken, taken[-1]])  # the last token is a label, and no input
     want = [torch.bincount(whole[:, layer].flatten(), minlength=4).tolist() for layer in range(2)]
     assert chosen.sums[:, 3:].tolist() == want
     assert own.sums[:, 3:].tolist() != want

@@ -1,5 +1,7 @@
 """The promises of losses of answers, as a table: preferences, policies, sequences."""
 
+from functools import partial
+
 import pytest
 import torch
 from packed_answers import cut, documents_of, drawn, make_answers, part_of, unpacked, weight_of
@@ -339,7 +341,7 @@ def plain_ppo(batch, *, low, high):
 
 
 def test_ppo_is_its_equation_token_by_token():
-    """Each advantage stands beside the label that was drawn, not beside the token before it."""
+    """An advantage is at the index of its label, and not at that of the token before it."""
     batch = make_answers()
     own = torch.where(batch["labels"] == -100, torch.nan, drawn(*batch["labels"].shape, seed=3))
     batch["advantages"] = own  # a critic's: different at each token
@@ -353,8 +355,8 @@ def test_ppo_is_its_equation_token_by_token():
     drift = (logprobs - batch["old_logprobs"])[batch["labels"] != -100]
     torch.testing.assert_close(terms["old_kl"], (drift.exp() - 1 - drift).sum())
     shifted = {**batch, "advantages": own.roll(1, 1)}
-    kept = torch.where(batch["labels"] == -100, torch.nan, shifted["advantages"].nan_to_num())
-    assert not torch.allclose(found_of(loss, {**batch, "advantages": kept})[3], d_weight)
+    in_loss = torch.where(batch["labels"] == -100, torch.nan, shifted["advantages"].nan_to_num())
+    assert not torch.allclose(found_of(loss, {**batch, "advantages": in_loss})[3], d_weight)
 
 
 def plain_gspo(batch, *, low, high, most):
@@ -391,12 +393,15 @@ def test_gspo_weighs_an_answer_by_the_product_of_its_tokens_importance():
 
 
 @pytest.mark.parametrize(
-    ("bad", "what"),
-    [({"kl_weight": 0.1}, "without a kl"), ({"most_importance": 0.0}, "must be above 0")],
+    ("make", "message"),
+    [
+        (partial(PolicyOptions, kl_weight=0.1), "without a kl"),
+        (partial(PolicyOptions, most_importance=0.0), "must be above 0"),
+    ],
 )
-def test_what_would_be_added_to_no_effect_is_refused(bad, what):
-    with pytest.raises(ConfigError, match=what):
-        PolicyOptions(**bad)
+def test_what_would_be_added_to_no_effect_is_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
 
 
 def test_extremes_of_ratios_are_counted_above_thresholds():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from trainkit import plots
+from trainkit.run.plots.load import load_over_steps
 from trainkit.types import DataError
 
 
@@ -18,10 +19,10 @@ def write(path, steps, load_at, torn=b""):
 def test_columns_are_sums_of_their_steps_and_empty_ones_are_no_number():
     lines = [{"step": 5, "load": [[4, 0]]}, {"step": 6, "load": [[4, 8]]}]
     lines.append({"step": 14, "load": [[1, 1]]})
-    found = plots.load_over_steps(lines, columns=5)  # 5 and 6, 7 and 8, ..., 13 and 14
+    found = load_over_steps(lines, columns=5)  # 5 and 6, 7 and 8, ..., 13 and 14
     np.testing.assert_array_equal(found[[0, 4], 0], [[1.0, 1.0], [1.0, 1.0]])
     assert np.isnan(found[1:4]).all()
-    single = plots.load_over_steps(lines, columns=100)
+    single = load_over_steps(lines, columns=100)
     assert single.shape == (10, 1, 2)
     np.testing.assert_array_equal(single[[0, 1, 9], 0], [[2, 0], [2 / 3, 4 / 3], [1, 1]])
 

@@ -16,6 +16,7 @@ import pytest
 from trainkit import sinks
 from trainkit.run.log import make_logger
 from trainkit.run.sinks.guards import isolate_sinks, redacted
+from trainkit.run.sinks.named import named_sinks
 from trainkit.run.sinks.open_run_sinks import open_run_sinks
 from trainkit.run.sinks.tensorboard import open_tensorboard
 from trainkit.run.sinks.wandb import open_wandb
@@ -268,11 +269,11 @@ def test_a_run_that_fails_is_marked_so_on_the_page(tmp_path, monkeypatch):
 
 @pytest.mark.case("L13")
 def test_sinks_are_opened_by_their_names(tmp_path, server):
-    chosen = sinks.named_sinks(["wandb"], tmp_path, config={"lr": 0.1})
-    write_run(tmp_path, **chosen, patience=30)
+    chosen = named_sinks(["wandb"], tmp_path, config={"lr": 0.1})
+    write_run(tmp_path, wandb=chosen["wandb"], patience=30)
     assert [step for step, _ in server.runs[get_run_id(tmp_path)["run"]]][-1] == STEPS
     with pytest.raises(ConfigError, match="no sink is called 'wandbb'"):
-        sinks.named_sinks(["wandbb"], tmp_path)
+        named_sinks(["wandbb"], tmp_path)
 
 
 # ------------------------------------------------------------------------------------ the guard

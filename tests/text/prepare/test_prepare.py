@@ -341,8 +341,8 @@ def test_an_interrupted_run_keeps_its_parts_and_says_so(source, out):
     shown = []
     done = run(path, out, log=messages.append, progress=shown.append)
     assert done.parts_reused == 2
-    assert "going on with 2 of 3 parts" in messages[0]
-    assert len(messages) == 2  # that, and the joining
+    assert "resuming with 2 of 3 parts" in messages[0]
+    assert len(messages) == 2  # that, and the concatenation
     (last,) = shown
     assert 0 < last.reused_bytes < last.bytes == last.total_bytes == path.stat().st_size
     assert (last.documents, last.tokens) == (done.documents, done.tokens)
@@ -644,7 +644,7 @@ def test_a_file_that_could_not_be_written_is_refused_at_once(name, error, messag
         run(source / "none.jsonl", out.parent / name)
 
 
-def test_a_disk_without_room_for_the_joined_file_is_found_before_it_is_written(
+def test_a_disk_without_room_for_the_concatenated_file_is_found_before_it_is_written(
     source, out, monkeypatch
 ):
     path = lines(source)

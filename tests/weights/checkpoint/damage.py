@@ -1,4 +1,4 @@
-"""Damage of every kind to every file of a checkpoint, and whether it is seen.
+"""Damage of every kind to every file of a checkpoint, and whether it is detected.
 
 `python tests/faults/soak.py` does it a thousand times; test_load.py some dozens of times.
 """
@@ -15,14 +15,14 @@ KINDS = ("flip", "truncation", "page", "mix")
 
 @attrs.frozen
 class Damage:
-    """What was tried and what nobody saw: {kind: number}, and sentences."""
+    """How often each kind was tried, {kind: number}, and a sentence for each undetected damage."""
 
     tried: dict[str, int]
     undetected: list[str]
 
 
 def damage(path, other, detect, *, flips, truncations, pages, mixes, seed):
-    """Damage a checkpoint again and again, each time restored afterwards; count what is not seen.
+    """Damage a checkpoint repeatedly and restore it each time; count the undetected damage.
 
     `path` is a checkpoint of at least two tensor files, `other` one of the same run and layout at
     another step. `detect(path)` returns whether something is wrong. Every file, the manifest too,
@@ -82,7 +82,7 @@ def _zero(path, name, _, chance):
 
 
 def _mix(path, name, other, chance):
-    """Do something with whole files: swap two, take one of another step, delete, or add one."""
+    """Change whole files: swap two, take one of another step, delete, or add one."""
     data = (path / name).read_bytes()
     shards = sorted(file.name for file in path.glob("*.safetensors"))
     what = chance.choice(["swap", "another step's", "deleted", "added", "doubled"])

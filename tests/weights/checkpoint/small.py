@@ -52,7 +52,7 @@ def same(before, after):
 
 
 def reseal(path, **changes):
-    """Give a checkpoint a manifest that fits its files, as anybody can who may write there."""
+    """Write a manifest that matches a checkpoint's files, as anybody with write access can."""
     manifest = json.loads((path / "manifest.json").read_text())
     names = sorted(file.name for file in path.iterdir() if file.name != "manifest.json")
     files = {name: hash_file(path / name) for name in names}
@@ -61,7 +61,7 @@ def reseal(path, **changes):
 
 
 def rewrite(path, name, change):
-    """Change what a JSON file of a checkpoint says, in place, and seal it again."""
+    """Change a JSON file of a checkpoint in place, and seal the manifest again."""
     value = json.loads((path / name).read_text())
     change(value)
     (path / name).write_text(json.dumps(value))

@@ -46,7 +46,7 @@ def until(condition, seconds=20.0):
 
 
 def held_back(monkeypatch, first=lambda: None):
-    """Let no save write before the event that is returned is set, and `first` has been called."""
+    """Let no save write before the returned event is set and `first` has been called."""
     gate, write_rank = threading.Event(), flight.write_rank
 
     def late(*arguments):
@@ -329,7 +329,7 @@ def test_a_snapshot_is_taken_into_the_memory_of_the_one_before():
 
 
 def save_beside(run_dir):
-    """Save thrice on two ranks, the second time with a rank that fails; say who communicated."""
+    """Save three times on two ranks, once with a failure; return the threads that communicated."""
     communicated = set()
     real = dist.all_reduce
 

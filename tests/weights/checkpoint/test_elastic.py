@@ -1,4 +1,4 @@
-"""Any layout reads what any layout has written: the same bits, samples and losses."""
+"""Any layout reads the checkpoints of any other: equal bits, samples and losses."""
 
 import functools
 import os
@@ -76,7 +76,7 @@ THIRD_LOOKS = {
 
 
 def left_out(row):
-    """Return whether a row is for --all: a third look, or eight ranks that share two cores."""
+    """Return whether only --all runs a row: a third check, or eight ranks on two cores."""
     return row in THIRD_LOOKS or row == 8 or (isinstance(row, tuple) and bool({EIGHT, 8} & {*row}))
 
 
@@ -86,7 +86,7 @@ def marked(rows):
 
 
 def running():
-    """Return what of STARTS is to run."""
+    """Return the selected rows of STARTS."""
     if os.environ.get(WITH_ALL):
         return STARTS
     read = {pair[0] for pair in PAIRS if not left_out(pair)}
@@ -145,7 +145,7 @@ def read(pair, folder, *, forget=False):
 
 
 def visit(names, pairs, folder):
-    """Do all that one start of ranks has to do."""
+    """Do all the work of one start of ranks."""
     written = {name: write(name, folder) for name in names}
     found = {pair: read(pair, folder) for pair in pairs}
     with tk.parallel_session() as ps:
@@ -167,7 +167,7 @@ def visit(names, pairs, folder):
 
 @pytest.fixture(scope="module")
 def visited(tmp_path_factory):
-    """Return the folder, the hash of what each layout wrote, and what each pair found."""
+    """Return the folder, the hash that each layout wrote, and the result of each pair."""
     folder = tmp_path_factory.mktemp("elastic")
     written, found = {}, {}
     for world, *work in running():
@@ -202,7 +202,7 @@ def test_another_layout_goes_on_with_the_same_bits_samples_and_losses(pair, visi
 
 
 class Uneven(nn.Module):
-    """Matrices that divide among no number of ranks."""
+    """Matrices whose sizes no number of ranks divides."""
 
     def __init__(self):
         super().__init__()
@@ -233,7 +233,7 @@ def uneven(ps, *, filled):
 
 
 def save(make, folder, ps):
-    """Save what `make` makes; return its hash."""
+    """Save the model of `make`; return its hash."""
     model, optimizer = make(ps, filled=True)
     state = tk.TrainState(step=1)
     tk.save_checkpoint(folder, state, [model], optimizer, ps)
@@ -241,7 +241,7 @@ def save(make, folder, ps):
 
 
 def load(make, folder, ps):
-    """Load it over zeros; return its hash."""
+    """Load that model over zeros; return its hash."""
     model, optimizer = make(ps, filled=False)
     path = folder / "checkpoints/step_00000001"
     state = load_checkpoint(path, [model], optimizer, axis=ps.world)
@@ -314,7 +314,7 @@ def test_rows_read_from_where_they_do_not_belong_would_be_seen(visited, monkeypa
 
 @pytest.mark.case("X9")
 def test_without_its_moments_a_resumed_run_is_another(visited, monkeypatch):
-    """The negative control: what the losses of the table would show."""
+    """The negative control: the losses of the table would differ."""
     monkeypatch.setattr(staging, "install_moments_", lambda *_: None)
     folder, hashes, _ = visited
     loaded, seen = read(("1", "1"), folder)

@@ -1,4 +1,4 @@
-"""Exported weights: the same bits for every reader, whole or not there, every byte verified."""
+"""Exported weights: equal bits for every reader, complete or absent, every byte verified."""
 
 import functools
 import json
@@ -445,7 +445,7 @@ def _says(data):
 
 
 def forged(folder, files=None, **changed):
-    """Give a folder a manifest that is sealed and says of the files what is there, or `files`."""
+    """Write a sealed manifest into a folder, of the files that are there or of `files`."""
     held = files or {
         path.name: hash_file(path) for path in folder.iterdir() if path.name != "manifest.json"
     }

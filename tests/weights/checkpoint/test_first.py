@@ -1,4 +1,4 @@
-"""The weights that a run began with are found again, or known by what it has saved of them."""
+"""The initial weights of a run are found again, or recognized by their saved hash."""
 
 import shutil
 

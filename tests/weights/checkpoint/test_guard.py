@@ -1,4 +1,4 @@
-"""What a run does after a step with bad numbers, and what it says of it."""
+"""What a run does and reports after a step with bad numbers."""
 
 import math
 
@@ -24,7 +24,7 @@ def replay_nothing(microbatches, *, denominator):
 
 
 def run(out, records, *, save_at=(), seen=None):
-    """Train steps whose records are given; return the state, and its messages and events."""
+    """Train steps with given records; return the state, the messages and the events."""
     state, stages, optimizer, ps = small_run(steps=0)
     messages, events = [], []
 
@@ -165,7 +165,7 @@ def test_a_save_that_failed_is_told_at_the_next_step(tmp_path, monkeypatch):
 
 @pytest.mark.case("N1", "N5")
 def test_without_the_guard_a_damaged_state_is_trained_on(tmp_path):
-    """The negative control: nothing is skipped, and nothing goes back."""
+    """The negative control: nothing is skipped or rolled back."""
     _, stages, optimizer, _ = small_run(steps=1)
     del tmp_path
     for p in stages[0].parameters():

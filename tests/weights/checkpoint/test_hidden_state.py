@@ -1,4 +1,4 @@
-"""What an optimizer remembers where no checkpoint looks is refused by name, never lost."""
+"""Optimizer state outside of `state` is rejected by name, never lost."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from trainkit.weights.checkpoint.load import load_checkpoint
 
 
 class Both(torch.optim.Optimizer):
-    """Several optimizers as one: `show` says what its own state is."""
+    """Several optimizers as one; `show` selects what its own `state` is."""
 
     def __init__(self, *parts, show):
         groups = [group for part in parts for group in part.param_groups]
@@ -145,7 +145,7 @@ def test_an_object_in_the_state_is_refused_by_name(tmp_path):
 
 
 class Counting(nn.Linear):
-    """Remembers an object, or nothing."""
+    """An optimizer whose state has an object, or is empty."""
 
     extra = None
 

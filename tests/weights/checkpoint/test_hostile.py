@@ -1,4 +1,4 @@
-"""Hostile checkpoints: nothing outside is read or written, and no bomb goes off.
+"""Hostile checkpoints: nothing outside is read or written, and memory and time are bounded.
 
 What the manifest's seal keeps out is no protection here:
 anybody who can write a directory can seal it.
@@ -128,7 +128,7 @@ def test_names_that_differ_by_case_alone_are_refused(path):
 
 @pytest.mark.case("K17")
 def test_without_the_check_of_names_the_outside_would_be_read(path, monkeypatch):
-    """The negative control: names are the only thing that keeps reading inside."""
+    """The negative control: only the check of names prevents reading outside."""
     outside = path.parent / "outside.safetensors"
     point_at(path, f"../{outside.name}")
     (path / SHARD).rename(outside)
@@ -203,7 +203,7 @@ def test_two_boxes_meet_where_they_share_elements():
 
 @pytest.mark.case("K18")
 def test_many_irregular_boxes_are_refused_at_once():
-    """A pinwheel cannot be cut straight; n of them in one tensor would take n squared looks."""
+    """No straight cut divides a pinwheel; comparing n of them in pairs takes n squared steps."""
     wheel = [
         ((0, 0), (1, 2)),
         ((0, 2), (2, 1)),
@@ -263,7 +263,7 @@ def test_a_scalar_that_the_optimizer_never_has_is_refused(value, path):
 
 
 class Counting(torch.optim.SGD):
-    """It remembers numbers that are no tensors, and a word."""
+    """An optimizer with state that is not tensors: numbers and a text."""
 
     def step(self):
         super().step()
@@ -324,7 +324,7 @@ def test_a_shard_that_says_other_than_the_index_is_refused(kind, path):
 
 @pytest.mark.case("K18")
 def test_without_the_index_checked_a_lie_would_load(path, monkeypatch):
-    """The negative control: without its boxes a tensor is what memory happened to hold."""
+    """The negative control: without its boxes a tensor has the values that were in memory."""
 
     def change(index):
         index["tensors"][WEIGHT]["shape"] = [2, 3]
@@ -341,7 +341,7 @@ def test_without_the_index_checked_a_lie_would_load(path, monkeypatch):
 
 
 def bomb(path, kind):
-    """Turn a checkpoint into one that wants more than the machine has."""
+    """Turn a checkpoint into one that needs more memory than the machine has."""
     many = 10_000_000
     if kind == "manifest of 1 GB":
         with (path / "manifest.json").open("r+b") as file:
@@ -384,12 +384,12 @@ BOMBS = [
 
 
 def most_memory():
-    """Return the most megabytes that this process has had: ru_maxrss counts its parent's too."""
+    """Return the peak memory of this process in megabytes: ru_maxrss counts its parent's too."""
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) // 1024
 
 
 def load_bombs(good, paths):
-    """Return the CPU seconds and the error of each bomb, and the most memory before and after."""
+    """Return the CPU seconds and the error of each bomb, and the peak memory before and after."""
     load_checkpoint(good, *small_run()[1:3])
     before, found = most_memory(), []
     for path in paths:
@@ -402,7 +402,7 @@ def load_bombs(good, paths):
 
 @pytest.mark.case("K18")
 def test_bombs_do_not_go_off(tmp_path):
-    """All in one process of its own, so that its memory can be read off at the end."""
+    """All in one separate process, whose peak memory is read at the end."""
     paths = [tk.save_checkpoint(tmp_path / kind, *small_run()) for kind in BOMBS]
     for path, kind in zip(paths, BOMBS, strict=True):
         bomb(path, kind)
@@ -426,7 +426,7 @@ ODD = (None, -1, 2**63, "x", [], {}, [None], {"a": None}, [[1]])
 
 
 def places(value, path=()):
-    """Return the way to every value inside of a value of JSON."""
+    """Return the path to every value inside a JSON value."""
     inner = enumerate(value) if isinstance(value, list) else ()
     yield path
     for key, one in value.items() if isinstance(value, dict) else inner:
@@ -434,7 +434,7 @@ def places(value, path=()):
 
 
 def put(value, path, new):
-    """Return a copy of a value of JSON with another value at one place."""
+    """Return a copy of a JSON value with another value at one path."""
     if not path:
         return new
     copy = value.copy()
@@ -449,7 +449,7 @@ def deep(levels):
 @pytest.mark.case("K18", "K3")
 @pytest.mark.parametrize("name", ["state.json", "index.json", "manifest.json"])
 def test_whatever_the_json_says_it_is_refused_or_loaded_and_never_a_crash(name, path):
-    """What is sealed and says nonsense at any one place; what is loaded can be saved again."""
+    """Sealed files with a wrong value at any one path: whatever is loaded can be saved again."""
     state, stages, optimizer, ps = small_run()
     files = {file.name: file.read_bytes() for file in path.iterdir()}
     record = json.loads(files[name])

@@ -45,7 +45,7 @@ def two_ranks(tmp_path_factory):
 
 
 def loads_not(path):
-    """Say whether loading refuses a checkpoint, and that it changes nothing when it does."""
+    """Return whether loading rejects a checkpoint; check that it changes nothing then."""
     stages, optimizer = whole_run()
     before = live(stages, optimizer)
     try:
@@ -159,7 +159,7 @@ def test_a_path_that_is_not_there_is_an_error(tmp_path):
 
 @pytest.mark.case("G6")
 def test_without_the_check_a_run_would_begin_afresh(tmp_path, monkeypatch):
-    """The negative control: a path that is not there read as "nothing to go on from"."""
+    """The negative control: a missing path is read as "nothing to resume from"."""
     monkeypatch.setattr(load, "_find_candidates", lambda *_: iter(()))
     assert (
         tk.resume(
@@ -210,7 +210,7 @@ def test_a_pointer_that_was_trusted_would_lose_steps(tmp_path, monkeypatch):
 
 
 def refused(path, stages, optimizer, **options):
-    """Return all that a load names, which must leave everything as it was."""
+    """Return the problems that a load lists; check that it changes nothing."""
     before = live(stages, optimizer)
     with pytest.raises(CheckpointError) as error:
         load_checkpoint(path, stages, optimizer, **options)
@@ -220,7 +220,7 @@ def refused(path, stages, optimizer, **options):
 
 
 class Two(nn.Module):
-    """Two linear layers, by choice with one missing or another one more."""
+    """Two linear layers, optionally with one missing or one more."""
 
     def __init__(self, *names, width=3, dtype=torch.float32):
         super().__init__()
@@ -388,7 +388,7 @@ def test_a_change_of_what_is_frozen_is_named(saved):
 
 @pytest.mark.case("M7")
 def test_without_staging_a_load_that_fails_would_leave_half_of_it(tmp_path, monkeypatch):
-    """The negative control: the order verify, stage, swap is what keeps a run whole."""
+    """The negative control: only the order verify, stage, copy keeps a run unchanged."""
     path = tk.save_checkpoint(tmp_path, *small_run())
     data = bytearray((path / "rank_00000.safetensors").read_bytes())
     data[-1] ^= 1
@@ -637,7 +637,7 @@ def test_a_table_that_may_change_is_told_in_one_line_and_explains_what_is_refuse
 
 
 def test_a_free_field_frees_no_fact_of_its_name():
-    """The path of a tokenizer and the name of a template are free; the hashes of both are not."""
+    """The path of a tokenizer and the name of a template may change; the hashes of both may not."""
 
     @attrs.frozen(kw_only=True)
     class Config(RunConfig):

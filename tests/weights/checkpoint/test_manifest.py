@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint is checked; the command line says so without torch."""
+"""Every byte of a checkpoint is verified, and the command line does so without torch."""
 
 import os
 import random
@@ -132,7 +132,7 @@ def test_names_that_differ_by_case_alone_are_refused(checkpoint):
 
 
 def bombs(folder):
-    """Write files that are small to write and large to read, and return them."""
+    """Write files that take little to write and much memory to parse; return their paths."""
     texts = {
         "deep": b"[" * 100_000 + b"]" * 100_000,
         "many": b"{" + b",".join(b'"%d":0' % i for i in range(1_000_000)) + b"}",

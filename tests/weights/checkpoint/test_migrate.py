@@ -1,4 +1,4 @@
-"""Every format ever written can be read for good; a later one says what it needs."""
+"""Every older format stays readable; a later one names the trainkit that it needs."""
 
 import json
 import shutil

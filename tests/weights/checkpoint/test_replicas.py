@@ -93,7 +93,7 @@ FOUR = {
 
 
 def all_drifts(cases, guilty):
-    """Return the problems that are found in every case."""
+    """Return the problems of every case."""
     return {
         name: drifts(layout, session, names, guilty)
         for name, (session, layout, names) in cases.items()
@@ -101,7 +101,7 @@ def all_drifts(cases, guilty):
 
 
 def and_blind(cases, guilty):
-    """Return what is found in every case, and in the first one with hashes that are all zero."""
+    """Return the problems of every case, and of the first one with hashes that are all zero."""
     found = all_drifts(cases, guilty)
     session, _, names = next(iter(cases.values()))
     replica_check._hash_bits = lambda *_: torch.zeros((), dtype=torch.int64)
@@ -109,7 +109,7 @@ def and_blind(cases, guilty):
 
 
 def check_found(found, name, tensor, text):
-    """Check that one drift was found once, within 100 steps, and in the words that are expected."""
+    """Check that a difference was found once, within 100 steps, with the expected message."""
     assert found[name]["while training"] == found[name]["before"] == [], name
     ((step, problem),) = found[name][tensor]
     assert step - ROUND.start < 100
@@ -194,7 +194,7 @@ def test_a_period_that_cannot_be_kept_is_refused(every, within):
 
 
 def damaged_state():
-    """Put a NaN into a moment on rank 1; return what is named before and after."""
+    """Put a NaN into a moment on rank 1; return the non-finite tensors before and after."""
     with tk.parallel_session() as ps:
         stages, optimizer, _ = trained(Layout(), ps, 1)
         before = find_nonfinite_state(stages, optimizer, ps.world)

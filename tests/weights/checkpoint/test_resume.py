@@ -1,4 +1,4 @@
-"""A stopped run goes on to the same bits; on other ranks: see test_elastic.py."""
+"""A stopped run resumes to the same bits. For other layouts see test_elastic.py."""
 
 import functools
 import os
@@ -32,7 +32,7 @@ def on_ranks(layout, **options):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return {world: (run directory with a checkpoint after every step, what the run gave)}."""
+    """Return {world: (run directory with a checkpoint after every step, result of the run)}."""
     runs = {}
     for world in (1, 2):
         run_dir = tmp_path_factory.mktemp(f"run{world}")

@@ -1,4 +1,4 @@
-"""What is deleted, and what never is."""
+"""Retention: which checkpoints are deleted, and which never."""
 
 import random
 import shutil
@@ -61,7 +61,7 @@ def names(home):
 
 
 def history(chance):
-    """Return a listing, a policy, what is pinned and what is in flight."""
+    """Return a listing, a policy, and the pinned names."""
     steps = sorted(chance.sample(range(1, 200), chance.randrange(1, 30)), reverse=True)
     listing = [
         Listed(
@@ -84,7 +84,7 @@ def history(chance):
 
 
 def broken_promises(listing, policy, pinned, plan):
-    """Say what a plan deletes that it must not, or keeps without a reason."""
+    """Return which promises a plan breaks."""
     retained = [entry for entry in listing if entry.name not in plan]
     good = [entry for entry in listing if entry.verified]
     broken = []

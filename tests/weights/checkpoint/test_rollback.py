@@ -1,4 +1,4 @@
-"""After bad steps: an earlier state, later data, and a bound on how often."""
+"""Roll-backs: an earlier state, later data, and a maximum number."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""A save is whole or not there: what it writes, in which order, under which name, and for whom."""
+"""A save is complete or absent: what it writes, in which order, under which name and mode."""
 
 import functools
 import os
@@ -297,7 +297,7 @@ def test_what_is_being_written_lies_beside_what_it_will_be(tmp_path, monkeypatch
 
 
 def order_of(tmp_path, monkeypatch):
-    """Return the names of what was made durable or renamed in a save, in order."""
+    """Return the names of the files that a save synced or renamed, in order."""
     events = []
     fsync, rename = os.fsync, Path.rename
 
@@ -317,7 +317,7 @@ def order_of(tmp_path, monkeypatch):
 
 
 def durable_before_it_is_named(events):
-    """Say whether each thing is on the disk before what refers to it."""
+    """Return whether each file is on the disk before what refers to it."""
     made = [name for kind, name in events if kind == "fsync"]
     places = [i for i, (kind, _) in enumerate(events) if kind == "rename"]
     wanted = ["rank_00000.safetensors", "state.json", "index.json", "manifest.json"]
@@ -422,7 +422,7 @@ def test_health_that_json_cannot_hold_is_refused(tmp_path):
 
 
 def fails_on_rank_1(run_dir):
-    """Save, fail, save: return what each save gave, and how many threads are left."""
+    """Save, fail, save: return the result of each save, and the number of threads at the end."""
     import resource
 
     with tk.parallel_session() as ps:

@@ -1,4 +1,4 @@
-"""Others' checkpoints become weights: the same bits, no code executed, nothing read outside."""
+"""Foreign checkpoints are converted: equal bits, no code executed, nothing read outside."""
 
 import contextlib
 import functools
@@ -39,18 +39,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.fixture
 def apart():
-    """Let a test read pickles as a user does: in a process of their own."""
+    """Let a test read pickles as a user does, in a separate process."""
 
 
 @pytest.fixture(autouse=True)
 def here(request, monkeypatch):
-    """Read pickles in this process: to start one takes seconds, and hundreds are read here."""
+    """Read pickles in this process: starting another takes seconds, and there are hundreds."""
     if "apart" not in request.fixturenames:
         monkeypatch.setattr(foreign, "_read_pickles", pickled.describe)
 
 
 def save_sharded(folder):
-    """Write what a user of FSDP2 writes: model, optimizer and objects, from two ranks."""
+    """Write a checkpoint as a user of FSDP2 does: model, optimizer and objects, from two ranks."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -82,7 +82,7 @@ def sharded(written, tmp_path):
 
 
 def torchs(folder):
-    """Return what torch reads of a directory, by name."""
+    """Return the tensors that torch reads from a directory, by name."""
     entries = FileSystemReader(folder).read_metadata().state_dict_metadata
     state = {
         name: torch.zeros(entry.size, dtype=entry.properties.dtype)
@@ -138,7 +138,7 @@ def test_a_sharded_directory_of_torch_is_converted_bit_for_bit(sharded, tmp_path
 
 
 def odd_tensors():
-    """Return tensors of every kind that torch.save keeps as it is."""
+    """Return tensors of every kind that torch.save does not change."""
     x = torch.arange(24.0).view(4, 6)
     return {
         "plain": x,
@@ -233,7 +233,7 @@ class Evil:
 
 
 def opcodes(marker, kind):
-    """Return a pickle that runs code by other operations than REDUCE of a known name."""
+    """Return a pickle that runs code by other opcodes than REDUCE of a known name."""
     touch = b"touch '" + str(marker).encode() + b"'"
     word = b"\x8c" + bytes([len(touch)]) + touch
     return {
@@ -328,7 +328,7 @@ def test_an_evil_pickle_in_the_place_of_a_tensor_is_refused(sharded, tmp_path):
 
 
 def member_of(path):
-    """Return what Python 3.11.2 pickles a member of an enum as: getattr(module.kind, member)."""
+    """Return the pickle of an enum's member by Python 3.11.2: getattr(module.kind, member)."""
     words = ["builtins", "getattr", *path]
     one, get, module, kind, name = (b"\x8c" + bytes([len(x)]) + x.encode() for x in words)
     return one + get + b"\x93" + module + kind + b"\x93" + name + b"\x86R"
@@ -396,7 +396,7 @@ def test_pickles_are_read_in_a_process_of_their_own(sharded, tmp_path, monkeypat
 
 
 def told_by(source):
-    """Return what the process that reads pickles prints of a source, and how much it has grown."""
+    """Return the output of the process that reads pickles, and the bytes by which it has grown."""
     pickled._allowed_names()  # what torch takes by itself is no matter
     before, output = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, io.BytesIO()
     with contextlib.redirect_stdout(SimpleNamespace(buffer=output)):

@@ -1,4 +1,4 @@
-"""What `config.json` says in folders that are published, key by key: the forms that are out there.
+"""The `config.json` of published folders, key by key.
 
 Layers, sizes and lists are as they are there; only the lists of Phi's factors are made up.
 """
@@ -554,7 +554,7 @@ SMALL = {
 
 
 def shrunk(name):
-    """Return what a published `config.json` says, of a model as small as those of `tiny`."""
+    """Return a published `config.json` with the sizes of a model of `tiny`."""
     values = FORMS[name]
     small = values | {key: value for key, value in SMALL.items() if key in values}
     if "num_key_value_heads" in values:

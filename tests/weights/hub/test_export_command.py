@@ -1,4 +1,4 @@
-"""`python -m trainkit export`: a run becomes a folder that `transformers` loads, text and all."""
+"""`python -m trainkit export`: `transformers` loads the folder, tokenizer included."""
 
 import importlib.util
 import json
@@ -61,7 +61,7 @@ def saved_run(home, config=CONFIG, tokenizer="bytes", router_bias=0.0, facts=())
 
 
 def command(capsys, *words):
-    """Run `python -m trainkit export`; return its exit code and what it prints."""
+    """Run `python -m trainkit export`; return its exit code and its output."""
     code = main(["export", *map(str, words)])
     return code, orjson.loads(capsys.readouterr().out)
 
@@ -165,7 +165,7 @@ def test_a_tokenizer_file_alone_gets_the_files_that_name_its_roles(tmp_path):
 
 
 def like_gpt2(home):
-    """Make a folder with a tokenizer that names a BOS, which ends documents too, and adds none."""
+    """Make a folder whose tokenizer has a BOS that also ends documents, but does not add it."""
     home.mkdir()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     made = train_bpe(["low lower lowest"] * 3, vocab_size=270, special=special)

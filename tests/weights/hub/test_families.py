@@ -1,4 +1,4 @@
-"""Every family against `transformers`: its folders read, computed with, and its map turned."""
+"""Every family against `transformers`: import, logits and gradients, and export."""
 
 import functools
 
@@ -25,7 +25,7 @@ from trainkit.weights.hub.links import check_links, get_foreign_shapes, make_lin
 
 
 def read(folder, context=tiny.CONTEXT):
-    """Return the decoder that a folder holds."""
+    """Return the decoder in a folder."""
     opened = hub.open_folder(folder, context=context)
     weights = hub.open_folder_weights(opened, dtype=torch.float32)
     (model,) = build_stages(lambda: Decoder(opened.config), solo_parallel(), [], weights=weights)
@@ -65,7 +65,7 @@ def mask_of(config, documents):
 
 
 def near(got, want, what):
-    """Compare as everywhere: max|a - b| / max|b|."""
+    """Compare by max|a - b| / max|b|."""
     assert got.shape == want.shape, what
     # Without rotary positions the bias of keys has no gradient: 0 up to rounding, on both sides.
     assert (got - want).abs().max() <= 1e-5 * want.abs().max() + 1e-8, what
@@ -254,7 +254,7 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size
 
 
 def quantize_folder(folder, block):
-    """Put what a folder's linear layers hold into fp8, as DeepSeek-V3's are; return the values."""
+    """Store a folder's linear layers in fp8, as DeepSeek-V3's; return their values."""
     from safetensors.torch import load_file, save_file
 
     stored, values = {}, {}
@@ -276,7 +276,7 @@ def quantize_folder(folder, block):
 
 @pytest.mark.parametrize(("row", "block"), [("qwen3", [8, 8]), ("deepseek_v3", [12, 20])])
 def test_blocks_in_fp8_are_read_as_what_they_stand_for(row, block, tmp_path):
-    """In any boxes: the last blocks of a matrix are smaller, and a box begins inside of one."""
+    """In any boxes: the last blocks of a matrix are smaller, and a box starts inside a block."""
     theirs = tiny.make_theirs(row)
     theirs.save_pretrained(tmp_path)
     values = quantize_folder(tmp_path, block)
@@ -311,11 +311,13 @@ def test_longrope_chooses_its_factors_once_by_the_context(tmp_path):
         scaling = folder.config.rope_scaling
         assert folder.context == context or (context is None and folder.context == 4)
         assert scaling.factors == (scaling.long if context == 5 else scaling.short)
-        assert folder.config.reach == max(folder.context, 4)
+        assert folder.config.max_length == max(folder.context, 4)
         assert config_from_facts(orjson.loads(orjson.dumps(attrs.asdict(folder.config)))) == (
             folder.config
         )
-        with pytest.raises(ConfigError, match=f"context of {folder.config.reach}; set row_length"):
+        with pytest.raises(
+            ConfigError, match=f"context of {folder.config.max_length}; set row_length"
+        ):
             check_layout(Layout(), folder.config, BatchShape(row_length=8, rows=1), world=1)
     assert hub.read_init_config(tmp_path, vocab_size=64, context=8).rope_scaling.context == 8
     for file, data in hub.make_tokenizer_files("bytes").items():
@@ -323,7 +325,7 @@ def test_longrope_chooses_its_factors_once_by_the_context(tmp_path):
     values = orjson.loads((tmp_path / "config.json").read_bytes())
     (tmp_path / "config.json").write_bytes(orjson.dumps(values | {"vocab_size": 271}))
     assert hub.open_model(tmp_path).context == 4
-    assert hub.open_model(tmp_path, context=9).config.reach == 9
+    assert hub.open_model(tmp_path, context=9).config.max_length == 9
 
 
 def test_a_context_beyond_learned_positions_is_refused(tmp_path):

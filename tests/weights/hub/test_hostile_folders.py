@@ -1,4 +1,4 @@
-"""Folders that are not what a good one is: refused by name, before memory is taken."""
+"""Damaged and hostile folders are rejected by name, before memory is allocated."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Folders into layouts and out of them: every rank has its part, and the bits come back."""
+"""Import into layouts and export: every rank has its shards, and the bits are equal."""
 
 import ctypes
 import json
@@ -47,7 +47,7 @@ def same(got, want):
 
 
 def in_and_out(home, rows):
-    """Take a folder into each layout and out of it with all ranks; return what each has seen."""
+    """Import a folder into each layout and export it with all ranks; return each one's findings."""
     seen = {}
     for name, (layout, _) in rows.items():
         with parallel_session(layout) as ps:
@@ -112,7 +112,7 @@ def test_a_folder_goes_into_a_layout_and_out_of_it_bit_for_bit(world, tmp_path):
 
 
 def written(tmp_path, row, dtype=None):
-    """Return what is left of a model that has gone through ours, and the model."""
+    """Return a model after import and export, and the original."""
     theirs = tiny.make_theirs(row)
     theirs.save_pretrained(tmp_path / "a")
     _in_and_out(tmp_path, solo_parallel(), Layout())

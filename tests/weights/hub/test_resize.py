@@ -1,4 +1,4 @@
-"""More rows of a vocabulary: the same bits in any layout, and `transformers` loads the result."""
+"""A vocabulary gets more rows: equal bits in any layout, and `transformers` loads the result."""
 
 import attrs
 import pytest
@@ -52,7 +52,7 @@ def test_fewer_rows_are_refused():
 
 
 def load(home, layout):
-    """Read a folder into a larger vocabulary; return what this rank has of it that is wrong."""
+    """Read a folder into a larger vocabulary; return the tensors of this rank that are wrong."""
     folder = hub.open_folder(home)
     config = attrs.evolve(folder.config, vocab_size=70)
     whole = hub.resize_weights(hub.open_folder_weights(folder), folder.config, vocab_size=70)

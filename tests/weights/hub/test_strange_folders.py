@@ -1,4 +1,4 @@
-"""Folders as strangers have them, made by `transformers`: taken on, or refused by what they are."""
+"""Unusual folders, made by `transformers`, are trained and exported, or rejected with a reason."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What has been trained before: found by one word, or trained now."""
+"""A base run is found by its name, or trained now."""
 
 import textwrap
 

@@ -205,12 +205,12 @@ FEW = [pytest.param(row, marks=pytest.mark.only_all if row in BESIDE else ()) fo
 
 
 def load_transformers():
-    """Return the module, which a rank that reads a folder has no need to load: 1 s in each."""
+    """Return the module. Ranks that only read a folder do not load it: it takes 1 s in each."""
     return pytest.importorskip("transformers")
 
 
 def make_theirs(row):
-    """Return a tiny model whose norms, biases and router biases are not what they begin as."""
+    """Return a tiny model whose norms and biases differ from their initial values."""
     transformers = load_transformers()
     kind, changes = ROWS[row]
     sizes = OF_GPT2 if kind == "GPT2" else SIZES
@@ -225,7 +225,7 @@ def make_theirs(row):
 
 
 def fill(theirs):
-    """Make of a new model one in which everything has an effect."""
+    """Change a new model's values so that every tensor has an effect."""
     with torch.no_grad():
         for name, x in (*theirs.named_parameters(), *theirs.named_buffers()):
             if "inv_freq" in name:

@@ -143,12 +143,12 @@ def score_corpus(
             hint="score the corpus that it was made from",
         )
     all_columns = {**corpus.columns, **new_columns}
-    facts = {**facts, "context": context, "part_tokens": part_tokens}
+    facts = {**facts, "context": context, "part_tokens": part_tokens}  # boundaries of parts, too
     folder = out.with_name(f"{out.name}.parts")
     parts = _list_parts(folder, corpus.offsets, part_tokens)
     on_first_rank = partial(_run_on_first_rank, axis)
     documents = iterate_documents(corpus)
-    with ExitStack() as lock:
+    with ExitStack() as lock:  # entered within a lambda, on the first rank alone
         on_first_rank(lambda: lock.enter_context(lock_output(out, function="score_corpus")))
         on_first_rank(lambda: _prepare_folder(folder, facts, log))
         reused = on_first_rank(
@@ -250,6 +250,7 @@ def _run_on_first_rank(axis: Axis, work: Callable[[], Any]) -> Any:
 
     def run() -> Any:
         result = work() if axis.index == 0 else None
+        # Only lists are for all ranks: a lock or a path stays on the first one.
         return result if isinstance(result, list) else None
 
     return run_on_all_ranks(run, axis)[0]
@@ -276,6 +277,7 @@ def _list_parts(
     folder: Path, offsets: IntArray, part_tokens: int
 ) -> list[tuple[Path, tuple[int, int]]]:
     """Return the path of each part, and its documents from start to end."""
+    # A part starts with the first document at or after a multiple of part_tokens.
     firsts = np.searchsorted(offsets[:-1], np.arange(0, max(1, offsets[-1]), part_tokens))
     bounds = np.unique([0, *firsts, len(offsets) - 1]).tolist()
     paths = [folder / f"part_{index:08d}{SUFFIX}" for index in range(len(bounds) - 1)]
@@ -291,7 +293,7 @@ def _prepare_folder(folder: Path, facts: Mapping[str, Any], log: Log) -> None:
         shutil.rmtree(folder)
     with convert_disk_errors(folder, by="score_corpus"):
         folder.mkdir(exist_ok=True)
-    if not path.is_file():
+    if not path.is_file():  # after the removal of old parts: facts never describe other parts
         with atomic_write(path, by="score_corpus") as file:
             file.write(expected)
 
@@ -311,16 +313,16 @@ def _score_documents(
 ) -> Iterator[Sample]:
     """Yield documents with their measured columns."""
     samples = [x if isinstance(x, Sample) else Sample(x, np.ones(len(x), bool)) for x in documents]
-    windows = [
+    windows_by_document = [
         make_rolling_windows(x.tokens[1:].tolist(), prefix=int(x.tokens[0]), context=context)
         if len(x.tokens) > 1
         else []
         for x in samples
     ]
     # All windows of a part in one call, so that they are packed into full batches.
-    measured = iter(measure([window for of_document in windows for window in of_document]))
-    for sample, of_document in zip(samples, windows, strict=True):
-        values = [next(measured) for _ in of_document]
+    measured = iter(measure([window for windows in windows_by_document for window in windows]))
+    for sample, windows in zip(samples, windows_by_document, strict=True):
+        values = [next(measured) for _ in windows]
         new_columns = {
             name: np.concatenate(
                 [

@@ -68,7 +68,7 @@ def make_example(
             hint="score it as a text, which is split into windows",
         )
     ids = np.concatenate([np.asarray(context_ids), np.asarray(continuation_ids)]).astype(np.int64)
-    cut = max(0, len(ids) - context - 1)
+    cut = max(0, len(ids) - context - 1)  # the last token is no input
     return Example(ids[cut:], count, cut)
 
 
@@ -143,6 +143,7 @@ def encode_continuation(
         ([256], [98])
     """
     ids = encode_with_bos(tokenizer, context + continuation, add_bos=add_bos)
+    # Where a token spans the boundary, the split follows the number of tokens, as lm-eval's does.
     context_ids = encode_with_bos(tokenizer, context.rstrip(), add_bos=add_bos)
     if context_ids:
         return context_ids, ids[len(context_ids) :]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +80,9 @@ def make_harness_model(
         pass
 
     check_range("make_harness_model", at_least=1, rows=rows)
-    generate_batches = None if generate is None else partial(_generate_batches, generate, rows=rows)
-    return TrainkitModel(score, tokenizer, context, generate_batches, add_bos)
+    return TrainkitModel(
+        score, tokenizer, context=context, generate=generate, rows=rows, add_bos=add_bos
+    )
 
 
 class _Requests:
@@ -97,8 +97,10 @@ class _Requests:
         self,
         score: Scorer,
         tokenizer: Tokenizer,
+        *,
         context: int,
         generate: Generate | None,
+        rows: int,
         add_bos: bool,
     ) -> None:
         super().__init__()
@@ -107,6 +109,7 @@ class _Requests:
         self.own_tokenizer = tokenizer
         self.context = context
         self.generate = generate
+        self.rows = rows
         self.add_bos = add_bos
         self.cut = 0
 
@@ -168,18 +171,24 @@ class _Requests:
             by_options.setdefault(_parse_options(request.args[1]), []).append(index)
         texts = [""] * len(requests)
         for options, indices in by_options.items():
-            prompts = [self._encode_prompt(requests[i].args[0], options) for i in indices]
-            completions = self.generate(
-                prompts,
-                max_new_tokens=options.max_new_tokens,
-                temperature=options.temperature,
-                stop=list(options.stop),
-            )
-            for index, ids in zip(indices, completions, strict=True):
-                text = self.own_tokenizer.decode(ids)
-                for stop in filter(None, options.stop):
-                    text = text.split(stop, maxsplit=1)[0]
-                texts[index] = text
+            prompts = {i: self._encode_prompt(requests[i].args[0], options) for i in indices}
+            # The longest first: prompts of similar lengths waste few steps, and a batch that is too
+            # large for the memory fails at once.
+            order = sorted(indices, key=lambda i: -len(prompts[i]))
+            for start in range(0, len(order), self.rows):
+                batch = order[start : start + self.rows]
+                completions = self.generate(
+                    [prompts[i] for i in batch],
+                    max_new_tokens=options.max_new_tokens,
+                    temperature=options.temperature,
+                    stop=list(options.stop),
+                )
+                for index, ids in zip(batch, completions, strict=True):
+                    text = self.own_tokenizer.decode(ids)
+                    # Another `generate` than ours may return the stop string, too.
+                    for stop in filter(None, options.stop):
+                        text = text.split(stop, maxsplit=1)[0]
+                    texts[index] = text
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
@@ -195,30 +204,6 @@ class _Requests:
                 hint="give max_gen_toks in the task's generation_kwargs",
             )
         return self.tok_encode(prompt)[-max_length:] or [self.prefix_token_id]
-
-
-def _generate_batches(
-    generate: Generate,
-    prompts: Sequence[list[int]],
-    *,
-    rows: int,
-    max_new_tokens: int,
-    temperature: float,
-    stop: Sequence[str],
-) -> list[Sequence[int]]:
-    """Call `generate` with `rows` prompts of similar lengths at a time, the longest first."""
-    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
-    completions: dict[int, Sequence[int]] = {}
-    for start in range(0, len(order), rows):
-        indices = order[start : start + rows]
-        texts = generate(
-            [prompts[index] for index in indices],
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            stop=stop,
-        )
-        completions |= zip(indices, texts, strict=True)
-    return [completions[index] for index in range(len(prompts))]
 
 
 @attrs.frozen
@@ -246,7 +231,7 @@ def _parse_options(generation_kwargs: Mapping[str, Any]) -> _GenerateOptions:
             got=sorted(unknown),
             want=["until", "do_sample", "temperature", *_LENGTHS],
         )
-    if do_sample is None:
+    if do_sample is None:  # as with lm-eval's hf model: a temperature asks for sampling
         do_sample = bool(temperature)
     if not do_sample:
         temperature = 0.0

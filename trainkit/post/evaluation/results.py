@@ -51,6 +51,7 @@ def score_in_groups(
         [[{'index': 1, 'logprob': -0.5}], [{'index': 2, 'logprob': -0.5}]]
     """
     check_range("score_in_groups", at_least=1, group=group)
+    # From the start of a group, since rounding depends on the examples that share a row.
     group_start = start - start % group if start < len(items) else start
     for first in range(group_start, len(items), group):
         selected = items[first : first + group]
@@ -105,14 +106,24 @@ def write_results(
     files: list[BinaryIO] = []  # the file on the first rank, none on others
 
     def open_file() -> int:
-        files.append(_open_locked(path))
-        return _seek_end(files[0], path, facts)
+        with convert_disk_errors(path, by="write_results"):
+            is_new = not path.exists()
+            file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
+            files.append(file)
+            if is_new:
+                fsync_folder(path.parent)  # a power loss keeps a file's bytes, and loses its name
+        try:
+            # The lock goes with the file descriptor, however the process ends.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"{path} is being written by another process", where=path) from None
+        return _seek_end(file, path, facts)
 
     def append(records: Records) -> None:
         with convert_disk_errors(path, by="write_results"):
             files[0].write(b"".join(map(_format_record, records)))
             files[0].flush()
-            os.fsync(files[0].fileno())
+            os.fsync(files[0].fileno())  # a crash loses no group that was written
 
     try:
         start = run_on_all_ranks(lambda: None if axis.index else open_file(), axis)[0]
@@ -145,20 +156,6 @@ def read_results(path: Path | str) -> list[dict[str, Any]]:
         raise DataError(f"{path} cannot be read: {error.strerror}", where=path) from error
 
 
-def _open_locked(path: Path) -> BinaryIO:
-    with convert_disk_errors(path, by="write_results"):
-        is_new = not path.exists()
-        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
-        if is_new:
-            fsync_folder(path.parent)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise DataError(f"{path} is being written by another process", where=path) from None
-    return file
-
-
 def _seek_end(file: BinaryIO, path: Path, facts: Mapping[str, Any]) -> int:
     """Truncate the file after its last complete line; return its number of records."""
     header = _format_record({**_FORM, **facts})
@@ -166,7 +163,19 @@ def _seek_end(file: BinaryIO, path: Path, facts: Mapping[str, Any]) -> int:
     count = end = 0
     if first_line.endswith(b"\n"):
         file.seek(0)
-        _check_facts(path, _read_facts(file, path), _drop_hash(orjson.loads(header)))
+        actual = _read_facts(file, path)
+        expected = _drop_hash(orjson.loads(header))  # as JSON has them: a tuple is a list there
+        names = [name for name in {**actual, **expected} if actual.get(name) != expected.get(name)]
+        if names:
+            name = names[0]
+            raise DataError(
+                f"{path} holds results of another {' and another '.join(names)}: {name} is "
+                f"{actual.get(name)} there, and {expected.get(name)} here",
+                where=path,
+                got=actual.get(name),
+                want=expected.get(name),
+                hint="name another file, or remove this one",
+            )
         end = file.tell()
         for count, (_, end) in enumerate(_read_records(file, path), start=1):  # noqa: B007
             pass
@@ -203,20 +212,6 @@ def _foreign_file(path: Path) -> DataError:
     )
 
 
-def _check_facts(path: Path, actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    names = [name for name in {**actual, **expected} if actual.get(name) != expected.get(name)]
-    if names:
-        name = names[0]
-        raise DataError(
-            f"{path} holds results of another {' and another '.join(names)}: {name} is "
-            f"{actual.get(name)} there, and {expected.get(name)} here",
-            where=path,
-            got=actual.get(name),
-            want=expected.get(name),
-            hint="name another file, or remove this one",
-        )
-
-
 def _read_records(file: BinaryIO, path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield complete records, each with the offset of its end."""
     for index, line in enumerate(file):
@@ -226,6 +221,7 @@ def _read_records(file: BinaryIO, path: Path) -> Iterator[tuple[dict[str, Any], 
             record = orjson.loads(line)
         except orjson.JSONDecodeError:
             record = None
+        # The hash is the last entry, so the bytes before it are those that were hashed.
         is_intact = _append_hash(line.rpartition(_HASH)[0]) == line
         if not is_intact or not isinstance(record, dict) or record.get("index") != index:
             raise DataError(

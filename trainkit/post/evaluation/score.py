@@ -30,7 +30,6 @@ from trainkit.types import (
     Axis,
     Bins,
     Call,
-    DataShard,
     Hidden,
     IntArray,
     NumericsError,
@@ -105,6 +104,7 @@ def make_scorer(
         (True, 2)
     """
     stages = as_stages(stages_or_model, "make_scorer", axis=axis, call=call)
+    # Two values per token: its log-probability, and whether it is the most likely one.
     compute = _make_compute(stages, token_scores, 2, tokens_per_batch=tokens_per_batch)
 
     def score(examples: Sequence[Example]) -> list[ExampleScores]:
@@ -184,14 +184,21 @@ def _make_compute(
     """Return a function that computes `width` values per scored token, `[width, scored]` each."""
     check_range("make_scorer", at_least=1, tokens_per_batch=tokens_per_batch)
     data_shard = stages.data_shard
+    # With ring attention, each document is split into two chunks per rank.
     multiple = 2 * data_shard.ring.count if data_shard.ring.count > 1 else 1
     length_multiple = multiple * data_shard.ulysses.count * stages.tp.count
 
     def compute(examples: Sequence[Example]) -> list[np.ndarray[Any, Any]]:
         if not examples:
             return []
-        _check_examples(examples)
-        lengths = np.array([len(example.ids) - 1 for example in examples])
+        for index, example in enumerate(examples):
+            if not 1 <= example.scored < len(example.ids):
+                raise ValueError(
+                    f"score: example {index} has {len(example.ids)} tokens of which "
+                    f"{example.scored} are scored; at least one must be scored, and at least one "
+                    "not"
+                )
+        lengths = np.array([len(example.ids) - 1 for example in examples])  # the last is a label
         longest = int(align(lengths, multiple).max())
         capacity = -(-longest // length_multiple) * length_multiple
         bins = pack_bins(lengths, capacity, multiple_of=multiple, overlong="error", group_size=0)
@@ -201,7 +208,14 @@ def _make_compute(
         labels = np.full(len(bins) * capacity + 1, IGNORED_LABEL)
         for example, positions in zip(examples, scored, strict=True):
             labels[positions] = example.ids[-example.scored :]
-        rows = _assign_rows(len(bins), data_shard, rows=max(1, tokens_per_batch // capacity))
+        # This rank's rows, [batches, rows]: all ranks have the same number of batches, since they
+        # run collectives together, and -1 is a padding row.
+        num_ranks = data_shard.rows.count
+        rows_per_batch = min(max(1, tokens_per_batch // capacity), -(-len(bins) // num_ranks))
+        rows_per_step = rows_per_batch * num_ranks
+        order = np.arange(-(-len(bins) // rows_per_step) * rows_per_step)
+        order[len(bins) :] = -1
+        rows = order.reshape(-1, num_ranks, rows_per_batch)[:, data_shard.rows.index]
         local = _measure_rows(
             stages,
             examples,
@@ -240,7 +254,7 @@ def _measure_rows(
             batch = shard_sequence(batch, ring=stages.ring.share, ulysses=stages.ulysses.share)
             batch = to_device(batch, device)
             output = forward_stages(stages, batch)
-            if is_last:
+            if is_last:  # other stages of a pipeline have hidden states, and no scores
                 is_label = batch.labels != IGNORED_LABEL
                 values = [x[is_label].double() for x in measure(output, batch.labels)]
                 table[:, batch.token_index[is_label]] = torch.stack(values)
@@ -258,18 +272,6 @@ def _find_starts(bins: Bins) -> IntArray:
     return starts
 
 
-def _assign_rows(num_rows: int, data_shard: DataShard, *, rows: int) -> np.ndarray[Any, Any]:
-    """Return this rank's rows, `[batches, rows]`; -1 is a padding row.
-
-    All ranks have the same number of batches.
-    """
-    num_ranks = data_shard.rows.count
-    rows = min(rows, -(-num_rows // num_ranks))
-    order = np.arange(-(-num_rows // (rows * num_ranks)) * rows * num_ranks)
-    order[num_rows:] = -1
-    return order.reshape(-1, num_ranks, rows)[:, data_shard.rows.index]
-
-
 def _check_finite(logprobs: np.ndarray[Any, Any], index: int) -> None:
     if not np.isfinite(logprobs).all():
         value = float(logprobs[~np.isfinite(logprobs)][0])
@@ -278,15 +280,6 @@ def _check_finite(logprobs: np.ndarray[Any, Any], index: int) -> None:
             got=value,
             hint="check the model's weights",
         )
-
-
-def _check_examples(examples: Sequence[Example]) -> None:
-    for index, example in enumerate(examples):
-        if not 1 <= example.scored < len(example.ids):
-            raise ValueError(
-                f"score: example {index} has {len(example.ids)} tokens of which {example.scored} "
-                "are scored; at least one must be scored, and at least one not"
-            )
 
 
 # ------------------------------------------------------------------------------------------ tokens
@@ -325,8 +318,10 @@ def token_scores(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
     flat = labels.flatten()
 
     def compute(logits: Tensor, rows: slice, _: bool) -> Tensor:
+        # Before scores_, which overwrites the logits.
         is_best = _find_argmax(logits, axis) == flat[rows]
         losses = scores_(logits, flat[rows], axis).losses
+        # linear_in_chunks sums the first column, and keeps the others per token.
         return torch.stack([losses, losses, is_best.to(losses.dtype)], dim=-1)
 
     with torch.no_grad():
@@ -371,11 +366,12 @@ def _check_top_k(top_k: int, vocab_size: int) -> None:
 
 def _find_argmax(logits: Tensor, axis: VocabularyAxis) -> Tensor:
     """Return the argmax `[T]` over a sharded vocabulary, of local logits `[T, V_r]`."""
-    if not logits.shape[-1]:  # a small vocabulary on many ranks
+    if not logits.shape[-1]:  # a small vocabulary on many ranks: takes part in both collectives
         first = torch.full(logits.shape[:1], axis.total, device=logits.device)
         all_max(logits.new_full(logits.shape[:1], -torch.inf), axis)
         return -all_max(-first, axis)
     largest, index = logits.max(-1)
     is_largest = largest == all_max(largest, axis)
+    # Among equal maxima the least index, as argmax has it: a minimum over ranks.
     first = torch.where(is_largest, index + axis.first, axis.total)
     return -all_max(-first, axis)

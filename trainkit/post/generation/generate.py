@@ -128,10 +128,17 @@ def generate(
     model, call = _split_stages(stages_or_model, call)
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     row_ids = range(len(prompts)) if row_ids is None else row_ids
-    _check(prompts, model, context, vocab_size, max_new_tokens=max_new_tokens, slide=slide)
-    _check_options(prompts, row_ids, stop, tokenizer, stream)
+    _check_prompts(prompts, model, context, vocab_size, max_new_tokens=max_new_tokens, slide=slide)
+    if len(row_ids) != len(prompts):
+        raise ValueError(
+            f"generate: got {len(prompts)} prompts but {len(row_ids)} row_ids; give one per prompt"
+        )
+    if "" in stop:
+        raise ValueError("generate: a stop string is empty, and would end every text")
+    if tokenizer is None and (stop or stream):
+        raise ValueError(f"generate: {'stop' if stop else 'stream'}= needs a tokenizer; give one")
     if call is None:
-        call = CachedCall(call_with_cache) if isinstance(model, Decoder) else call_model
+        call = _choose_call(model)
     rows = []
     for index, prompt in enumerate(prompts):
         reader = None if tokenizer is None else make_reader(tokenizer, prompt, stop=stop)
@@ -141,15 +148,10 @@ def generate(
         # inference_mode saves a tenth of a small model's step over no_grad; FSDP does not take it.
         is_plain = isinstance(call, CachedCall) and call.call is call_with_cache
         with use_eval_mode([model]), torch.inference_mode() if is_plain else nullcontext():
-            model = bare(model) if is_plain else model
-            if isinstance(call, CachedCall):
-                compute_logits = _make_cached_logits(model, call)
-            else:
-                compute_logits = _make_uncached_logits(model, call)
             _sample(
                 rows,
                 prompts,
-                compute_logits,
+                _make_compute_logits(bare(model) if is_plain else model, call),
                 row_ids=row_ids,
                 max_new_tokens=max_new_tokens,
                 sampling=sampling,
@@ -169,6 +171,10 @@ def _split_stages(
     return stages_or_model, call
 
 
+def _choose_call(model: nn.Module) -> Call:
+    return CachedCall(call_with_cache) if isinstance(model, Decoder) else call_model
+
+
 def _sample(
     rows: Sequence[_Row],
     prompts: Sequence[Sequence[int]],
@@ -186,12 +192,18 @@ def _sample(
     noise = make_noise(row_ids, starts, max_new_tokens, seed=sampling.seed, device=device)
     text = _make_text(prompts, noise)
     active = [*rows]
-    selected = seen = None
-    for step in range(noise.shape[1]):
+    selected = None
+    seen = None  # bool [R, V], the tokens that occur in each row's text
+    for step in range(max_new_tokens):
+        # Ids from vocab_size on, which round the model's vocabulary up, are never sampled.
         logits = compute_logits(text, selected, context)[:, :vocab_size]
         if sampling.repetition_penalty != 1 and seen is None:
-            seen = _find_seen(text, logits.shape[1])
+            seen = torch.zeros_like(logits, dtype=torch.bool)
+            for row_mask, ids, start in zip(seen, text.ids, text.starts, strict=True):
+                prompt = ids[start : text.end]
+                row_mask[prompt[prompt < len(row_mask)]] = True
         tokens = next_tokens(logits, noise[:, step], sampling, seen=seen)
+        # The host sync of the step: the rows decide here which of them continue.
         remaining = [i for i, token in enumerate(tokens.tolist()) if active[i].add(token)]
         if not remaining:
             return
@@ -387,16 +399,18 @@ def generate_sharded(
     model, call = _split_stages(stages_or_model, call, sharded=True)
     axis = stages_or_model.dp if isinstance(stages_or_model, Stages) else axis
     if call is None:
-        call = CachedCall(call_with_cache) if isinstance(model, Decoder) else call_model
+        call = _choose_call(model)
     indices: Sequence[int] = range(len(prompts))
-    run = call
+    announced = call
     newest: list[Mapping[str, Any]] = []
     if axis.count > 1 and prompts:
         # All ranks check all prompts: a rank that raised alone would leave the others waiting.
-        _check(prompts, model, context, vocab_size, max_new_tokens=max_new_tokens, slide=slide)
+        _check_prompts(
+            prompts, model, context, vocab_size, max_new_tokens=max_new_tokens, slide=slide
+        )
         # A rank without a prompt of its own runs the first one, to take part in the collectives.
         indices = range(axis.index, len(prompts), axis.count) or [0]
-        run = _announce_calls(call, newest, axis)
+        announced = _announce_calls(call, newest, axis)
         row_ids = [row_ids[i] for i in indices] if row_ids else indices
     completions = generate(
         model,
@@ -410,7 +424,7 @@ def generate_sharded(
         vocab_size=vocab_size,
         slide=slide,
         row_ids=row_ids,
-        call=run,
+        call=announced,
     )
     if axis.count == 1 or not prompts:
         return completions
@@ -428,7 +442,7 @@ def _announce_calls(call: Call, newest: list[Mapping[str, Any]], axis: Axis) -> 
 
     def run(model: nn.Module, batch: Mapping[str, Any]) -> Any:
         newest[:] = [batch]
-        any_rank(True, axis)
+        any_rank(True, axis)  # ranks that have finished wait in any_rank(False), and run it, too
         return call(model, batch)
 
     return CachedCall(run) if isinstance(call, CachedCall) else run
@@ -450,7 +464,7 @@ class _Row:
 
     def add(self, token: int) -> bool:
         """Add a token and return whether the row continues."""
-        if token < 0:
+        if token < 0:  # next_tokens marks NaN, so that the check costs no further host sync
             raise NumericsError(
                 f"generate: a logit of row {self.index} is NaN after {len(self.ids)} new tokens; "
                 "check the weights, or compute in a wider dtype"
@@ -463,6 +477,7 @@ class _Row:
             self._stream(self.reader.read(token))
             if self.reader.stopped:
                 self.ended = "stop"
+                # A stop string may start inside of a token, which is then dropped.
                 self.ids = self.ids[: self.reader.count_complete_tokens()]
         return self.ended == "length"
 
@@ -505,6 +520,7 @@ class _Text:
 def _make_text(prompts: Sequence[Sequence[int]], noise: Tensor) -> _Text:
     """Allocate the text for prompts and all tokens that may be sampled."""
     longest = max(map(len, prompts))
+    # Prompts end in the same column, so that each step writes one column of new tokens.
     starts = [longest - len(prompt) for prompt in prompts]
     ids = np.zeros((len(prompts), longest + noise.shape[1]), np.int64)
     for row, start, prompt in zip(ids, starts, prompts, strict=True):
@@ -517,15 +533,6 @@ def _make_text(prompts: Sequence[Sequence[int]], noise: Tensor) -> _Text:
     )
 
 
-def _find_seen(text: _Text, vocab_size: int) -> Tensor:
-    """Return a mask `[R, V]` of the tokens that occur in each row's text."""
-    seen = torch.zeros(len(text.starts), vocab_size, dtype=torch.bool, device=text.ids.device)
-    for row, ids, start in zip(seen, text.ids, text.starts, strict=True):
-        tokens = ids[start : text.end]
-        row[tokens[tokens < vocab_size]] = True
-    return seen
-
-
 # --------------------------------------------------------------------------------------- the logits
 
 _ComputeLogits = Callable[[_Text, "Tensor | None", int], Tensor]
@@ -534,50 +541,54 @@ are the indices of the previous call's rows that remain, or None if all do.
 """
 
 
-def _make_uncached_logits(model: nn.Module, call: Call) -> _ComputeLogits:
-    """Return a function that runs a module over each row's window separately."""
+def _make_compute_logits(model: nn.Module, call: Call) -> _ComputeLogits:
+    batch: dict[str, Any] = {"cache": None}
 
-    def compute_logits(text: _Text, selected: Tensor | None, context: int) -> Tensor:
+    def compute_cached(text: _Text, selected: Tensor | None, context: int) -> Tensor:
+        """Run a decoder over the newest tokens, or over whole windows if needed."""
+        nonlocal batch
+        cache: KVCache | None = batch["cache"]
+        if cache is not None and selected is not None:
+            cache = cache.select_rows(selected)
+        longest = text.end - min(text.starts)
+        if cache is None or longest > context or not cache.end + 1 == text.end <= cache.length:
+            batch = _make_window_batch(text, context, cache)
+        elif selected is None and cache.slots is None:
+            # The most frequent case reuses the Spans, whose making would copy to the device.
+            batch = {
+                **batch,
+                "input_ids": text.ids[:, text.end - 1].unsqueeze(0),
+                "position_ids": batch["position_ids"] + 1,
+                "cache": attrs.evolve(cache, end=text.end),
+            }
+        else:  # the last token of each row, as documents of one token
+            positions = text.end - 1 - text.starts_tensor
+            batch = _make_batch(text.ids[:, text.end - 1], [1] * len(positions), positions)
+            batch["cache"] = attrs.evolve(cache, end=text.end, rows=None, slots=None, last=None)
+        return whole_logits(call(model, batch))[0]
+
+    def compute_uncached(text: _Text, selected: Tensor | None, context: int) -> Tensor:
+        """Run any module over each row's window separately."""
         del selected
         logits = []
         for row, start in zip(text.ids, text.starts, strict=True):
             ids = row[max(start, text.end - context) : text.end]
-            batch = _make_batch(ids, [len(ids)], torch.arange(len(ids), device=ids.device))
-            output = drop_routing(call(model, batch))
-            if isinstance(output, tuple):
+            window = _make_batch(ids, [len(ids)], torch.arange(len(ids), device=ids.device))
+            output = drop_routing(call(model, window))
+            if isinstance(output, tuple):  # a `Hidden`: only the last token's logits are needed
                 hidden, *weight = output
                 output = Hidden(hidden[:, -1:], *weight)
             logits.append(whole_logits(output)[0, -1])
         return torch.stack(logits)
 
-    return compute_logits
-
-
-def _make_cached_logits(model: nn.Module, call: CachedCall) -> _ComputeLogits:
-    """Return a function that runs a decoder over the newest tokens, or whole windows if needed."""
-    batch: dict[str, Any] = {"cache": None}
-
-    def compute_logits(text: _Text, selected: Tensor | None, context: int) -> Tensor:
-        nonlocal batch
-        cache: KVCache | None = batch["cache"]
-        if cache is not None and selected is not None:
-            cache = cache.of_rows(selected)
-        longest = text.end - min(text.starts)
-        if cache is None or longest > context or not cache.end + 1 == text.end <= cache.length:
-            batch = _make_window_batch(text, context, cache)
-        elif selected is None and cache.slots is None:
-            batch = _advance_token_batch(text, cache, batch)
-        else:
-            batch = _make_token_batch(text, cache)
-        return whole_logits(call(model, batch))[0]
-
-    return compute_logits
+    return compute_cached if isinstance(call, CachedCall) else compute_uncached
 
 
 def _make_window_batch(text: _Text, context: int, previous: KVCache | None) -> dict[str, Any]:
     """Pack the last `context` tokens of each row; their cache reuses the tensors of `previous`."""
     device = text.ids.device
     lengths = [text.end - max(start, text.end - context) for start in text.starts]
+    # All rows end in the same slot of the cache, so shorter ones start in a later slot.
     row_indices = np.repeat(np.arange(len(lengths)), lengths)
     positions = np.concatenate([np.arange(length) for length in lengths])
     slot_indices = max(lengths) - np.take(lengths, row_indices) + positions
@@ -592,7 +603,7 @@ def _make_window_batch(text: _Text, context: int, previous: KVCache | None) -> d
         rows=rows,
         slots=slots,
         last=torch.from_numpy(np.cumsum(lengths) - 1).to(device),
-        # Rows of equal length fill all slots and need no mask.
+        # bool [R, 1, 1, slots]: rows of equal length fill all slots, and need no mask.
         seen=(all_slots >= starts.unsqueeze(1))[:, None, None] if len({*lengths}) > 1 else None,
         keys={} if previous is None else previous.keys,
         values={} if previous is None else previous.values,
@@ -600,27 +611,6 @@ def _make_window_batch(text: _Text, context: int, previous: KVCache | None) -> d
     ids = text.ids[rows, text.end - max(lengths) + slots]
     batch = _make_batch(ids, lengths, torch.from_numpy(positions).to(device))
     return batch | {"cache": cache}
-
-
-def _make_token_batch(text: _Text, previous: KVCache) -> dict[str, Any]:
-    """Return the last token of each row, as documents of one token."""
-    cache = attrs.evolve(previous, end=text.end, rows=None, slots=None, last=None)
-    positions = text.end - 1 - text.starts_tensor
-    ids = text.ids[:, text.end - 1]
-    return _make_batch(ids, [1] * len(positions), positions) | {"cache": cache}
-
-
-def _advance_token_batch(
-    text: _Text, previous: KVCache, batch: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return `_make_token_batch` from the previous batch, which must have the same rows."""
-    # Saves making Spans, which would copy to the device, in the most frequent case.
-    return {
-        **batch,
-        "input_ids": text.ids[:, text.end - 1].unsqueeze(0),
-        "position_ids": batch["position_ids"] + 1,
-        "cache": attrs.evolve(previous, end=text.end),
-    }
 
 
 def _make_batch(ids: Tensor, lengths: Sequence[int], positions: Tensor) -> dict[str, Any]:
@@ -641,7 +631,7 @@ def _make_batch(ids: Tensor, lengths: Sequence[int], positions: Tensor) -> dict[
 # ------------------------------------------------------------------------------------------- checks
 
 
-def _check(
+def _check_prompts(
     prompts: Sequence[Sequence[int]],
     model: Any,
     context: int,
@@ -673,20 +663,3 @@ def _check(
                 f"new ones exceed the context of {context}; shorten it, generate fewer, or use a "
                 "sliding window, with slide=True"
             )
-
-
-def _check_options(
-    prompts: Sequence[Sequence[int]],
-    row_ids: Sequence[int],
-    stop: Sequence[str],
-    tokenizer: Tokenizer | None,
-    stream: Callable[[int, str], None] | None,
-) -> None:
-    if len(row_ids) != len(prompts):
-        raise ValueError(
-            f"generate: got {len(prompts)} prompts but {len(row_ids)} row_ids; give one per prompt"
-        )
-    if "" in stop:
-        raise ValueError("generate: a stop string is empty, and would end every text")
-    if tokenizer is None and (stop or stream):
-        raise ValueError(f"generate: {'stop' if stop else 'stream'}= needs a tokenizer; give one")

@@ -102,7 +102,27 @@ def compute_rewards(
     def compute() -> dict[str, Any] | None:
         if axis.index:
             return None
-        return attrs.asdict(_compute_rewards(reward_function, answers, seconds))
+        rewards: list[float] = []
+        failures: list[str] = []
+        raised = hung = 0
+        for answer in answers:
+            rewards.append(0.0)  # stays, unless the reward function returns another one
+            if answer.truncated:
+                continue
+            example = f"{answer.prompt!r}, {answer.text!r}"
+            try:
+                with _time_limit(seconds):
+                    reward = reward_function(answer.prompt, answer.text)
+                    if not math.isfinite(reward):
+                        raise ValueError(f"it returned {reward}")  # noqa: TRY301 (counted)
+                    rewards[-1] = float(reward)
+            except _RewardTimeout:
+                hung += 1
+                failures.append(f"it took more than {seconds} s for {example}")
+            except Exception as error:  # noqa: BLE001 - any error of a user's function is counted
+                raised += 1
+                failures.append(f"it raised {type(error).__name__}: {error} for {example}")
+        return attrs.asdict(Rewards(rewards, raised, hung, failures[0] if failures else None))
 
     return Rewards(**run_on_all_ranks(compute, axis)[0])
 
@@ -124,36 +144,6 @@ def compute_advantages(answers: Sequence[Answer], rewards: Rewards) -> Tensor:
     groups = torch.tensor([answer.group for answer in answers])
     values = torch.tensor(rewards.rewards, dtype=torch.float64)
     return group_advantages(values, groups, num_groups=int(groups.max()) + 1)
-
-
-def _compute_rewards(
-    reward_function: RewardFunction, answers: Sequence[Answer], seconds: float
-) -> Rewards:
-    rewards: list[float] = []
-    failures: list[str] = []
-    raised = hung = 0
-    for answer in answers:
-        rewards.append(0.0)
-        if answer.truncated:
-            continue
-        try:
-            with _time_limit(seconds):
-                rewards[-1] = _check_finite(reward_function(answer.prompt, answer.text))
-        except _RewardTimeout:
-            hung += 1
-            failures.append(f"it took more than {seconds} s for {answer.prompt!r}, {answer.text!r}")
-        except Exception as error:  # noqa: BLE001 - any error of a user's function is counted
-            raised += 1
-            failures.append(
-                f"it raised {type(error).__name__}: {error} for {answer.prompt!r}, {answer.text!r}"
-            )
-    return Rewards(rewards, raised, hung, failures[0] if failures else None)
-
-
-def _check_finite(reward: float) -> float:
-    if not math.isfinite(reward):
-        raise ValueError(f"it returned {reward}")
-    return float(reward)
 
 
 class _RewardTimeout(BaseException):

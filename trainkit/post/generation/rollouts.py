@@ -132,7 +132,7 @@ def sample_answers(
         max_new_tokens=max_new_tokens,
     )
     stop_id = tokenizer.eos_id
-    prompt_ids = [
+    prompt_ids = [  # a row per answer
         [*_get_bos(tokenizer), *tokenizer.encode(prompt)]
         for prompt in prompts
         for _ in range(answers_per_prompt)
@@ -206,8 +206,21 @@ def read_answers(
     group = -1
     vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
     for index, record in enumerate(records, start=first):
-        prompt, prompt_ids = _read_prompt(record, tokenizer, vocab_size, index)
+        prompt = _read_text(record, "prompt", index)
+        if record.get("prompt_ids") is None:
+            prompt_ids = [*_get_bos(tokenizer), *_encode(prompt, "prompt", tokenizer, index)]
+        else:
+            prompt_ids = _read_ids(record, "prompt_ids", vocab_size, index)
         text, ids, truncated = _read_answer(record, tokenizer, vocab_size, index)
+        logprobs = _read_logprobs(record, ids, index)
+        choices = None
+        if record.get("choices") is not None:
+            count = len(prompt_ids) + len(ids)
+            by_layer = _read_token_values(record, "choices", [count, count - 1], index)
+            choices = [[expert for layer in token for expert in layer] for token in by_layer]
+            # Engines run the last token through no layer. It is the input of no label, so any
+            # choice does.
+            choices += choices[-1:] * (count - len(choices))
         previous = answers[-1] if answers else None
         if previous is None or (prompt, prompt_ids) != (previous.prompt, previous.prompt_ids):
             group += 1
@@ -219,21 +232,11 @@ def read_answers(
                 ids,
                 group,
                 truncated,
-                logprobs=_read_logprobs(record, ids, index),
-                choices=_read_choices(record, len(prompt_ids) + len(ids), index),
+                logprobs=logprobs,
+                choices=choices,
             )
         )
     return answers
-
-
-def _read_prompt(
-    record: Mapping[str, Any], tokenizer: AnyTokenizer, vocab_size: int, index: int
-) -> tuple[str, list[int]]:
-    """Return the prompt of a record and its tokens."""
-    prompt = _read_text(record, "prompt", index)
-    if record.get("prompt_ids") is not None:
-        return prompt, _read_ids(record, "prompt_ids", vocab_size, index)
-    return prompt, [*_get_bos(tokenizer), *_encode(prompt, "prompt", tokenizer, index)]
 
 
 def _read_answer(
@@ -248,7 +251,7 @@ def _read_answer(
             where=f"record {index}",
             got=truncated,
         )
-    if record.get("ids") is None:
+    if record.get("ids") is None:  # the text alone, and the sampler may have drawn other tokens
         text = _read_text(record, "answer", index)
         ids = _encode(text, "answer", tokenizer, index)
         return text, ids + ([] if truncated or stop_id is None else [stop_id]), bool(truncated)
@@ -299,16 +302,6 @@ def _read_logprobs(record: Mapping[str, Any], ids: Sequence[int], index: int) ->
                 got=value,
             )
     return [*values]
-
-
-def _read_choices(record: Mapping[str, Any], num_tokens: int, index: int) -> list[list[int]] | None:
-    """Return the experts of each token, those of all layers in one list."""
-    if record.get("choices") is None:
-        return None
-    values = _read_token_values(record, "choices", [num_tokens, num_tokens - 1], index)
-    choices = [[expert for layer in token for expert in layer] for token in values]
-    # Engines run the last token through no layer. It is the input of no label, so any choice does.
-    return choices + choices[-1:] * (num_tokens - len(choices))
 
 
 def _read_ids(record: Mapping[str, Any], name: str, vocab_size: int, index: int) -> list[int]:
@@ -441,6 +434,7 @@ def make_answer_reader(
         return [attrs.asdict(answer) for answer in answers]
 
     def read(index: int) -> list[Answer]:
+        # Other ranks take part with an empty list, and get that of the first one.
         work = partial(read_on_first_rank, index) if axis.index == 0 else list
         return [Answer(**fields) for fields in run_on_all_ranks(work, axis)[0]]
 
@@ -516,7 +510,7 @@ def check_logprobs(
     """
     total = torch.zeros(2, dtype=torch.float64, device=microbatches[0]["labels"].device)
     for batch in microbatches:
-        if "old_logprobs" in batch:
+        if "old_logprobs" in batch:  # only the last stage of a pipeline computes them
             difference = (batch["sampler_logprobs"] - batch["old_logprobs"]).abs().double()
             is_label = batch["labels"] != IGNORED_LABEL
             total += torch.stack([difference[is_label].sum(), is_label.sum().double()])
@@ -570,6 +564,7 @@ def make_answer_corpus(answers: Sequence[Answer], *, advantages: ArrayLike) -> T
             )
         prompt_length = len(answer.prompt_ids)
         ids = np.array([*answer.prompt_ids, *answer.ids], np.int64)
+        # Values at the prompt's tokens are outside of the loss, and never read.
         values = {
             "advantages": [0.0] * prompt_length + [advantage] * len(answer.ids),
             "sampler_logprobs": [0.0] * prompt_length + [*(answer.logprobs or ())],
@@ -640,6 +635,7 @@ def split_minibatches(
         count=count,
         answers_per_minibatch=len(lengths) // max(1, count),
     )
+    # Consecutive answers, and sizes that differ by one at most.
     minibatch_indices = np.arange(len(lengths)) * count // len(lengths)
     minibatches = []
     for index in range(count):

@@ -44,7 +44,7 @@ def group_advantages(
     check_range("group_advantages", at_least=0, eps=eps)
     exact = _to_fp64(rewards)
     counts, sums = _sum_by_group(exact, groups, num_groups)
-    advantages = exact - (sums / counts)[groups]
+    advantages = exact - (sums / counts)[groups]  # the mean of each answer's group
     if deviation:
         _, squares = _sum_by_group(advantages.square(), groups, num_groups)
         advantages = advantages / ((squares / (counts - 1).clamp(min=1)).sqrt()[groups] + eps)
@@ -77,8 +77,8 @@ def leave_one_out(rewards: Tensor, groups: Tensor, *, num_groups: int) -> Tensor
     check_range("leave_one_out", at_least=1, num_groups=num_groups)
     exact = _to_fp64(rewards)
     counts, sums = _sum_by_group(exact, groups, num_groups)
-    others = (sums[groups] - exact) / (counts - 1).clamp(min=1)[groups]
-    return torch.where(counts[groups] > 1, exact - others, 0).to(rewards.dtype)
+    mean_of_others = (sums[groups] - exact) / (counts - 1).clamp(min=1)[groups]
+    return torch.where(counts[groups] > 1, exact - mean_of_others, 0).to(rewards.dtype)
 
 
 def gae(
@@ -125,6 +125,7 @@ def gae(
         tensor([[0.7500, 0.7500, 1.5000]])
     """
     check_range("gae", at_least=0, at_most=1, discount=discount, trace=trace)
+    # The TD errors: delta_t = r_t + gamma V_{t+1} - V_t, and A_t = delta_t + gamma lambda A_{t+1}.
     is_step = document_ids >= 0
     has_next = torch.zeros_like(is_step)
     has_next[:, :-1] = is_step[:, :-1] & (document_ids[:, :-1] == document_ids[:, 1:])

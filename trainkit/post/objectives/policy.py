@@ -79,6 +79,7 @@ def ppo_clip(low: float = 0.2, high: float = 0.2) -> Surrogate:
     def surrogate(_: Tensor, ratios: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         plain = ratios * advantages
         bounded = ratios.clamp(1 - low, 1 + high) * advantages
+        # The lesser of both: only a ratio that has moved too far in the good direction is clipped.
         return -torch.minimum(plain, bounded), bounded < plain
 
     return surrogate
@@ -110,7 +111,7 @@ def cispo(low: float = 1.0, high: float = 0.28) -> Surrogate:
 
     def surrogate(logprobs: Tensor, ratios: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         bounded = ratios.detach().clamp(1 - low, 1 + high)
-        logprobs = logprobs.masked_fill(logprobs == -torch.inf, 0)  # of excluded words
+        logprobs = logprobs.masked_fill(logprobs == -torch.inf, 0)  # excluded: 0 * -inf is NaN
         return -bounded * advantages * logprobs, bounded != ratios.detach()
 
     return surrogate
@@ -256,10 +257,11 @@ def policy_gradient(
     metrics = _make_metrics(surrogate, added)
     if entropy_weight:
         metrics["entropy"] = lambda scores, _: scores.entropies
+    # Terms with a weight of 0 are reported, and not differentiated.
     terms: dict[str, tuple[OfScores, float]] = {"policy": (policy, 1.0)}
     for name, metric in metrics.items():
         terms[name] = (metric, 0.0)
-        terms[f"{name}/count"] = (_count_one, 0.0)
+        terms[f"{name}/count"] = (lambda scores, _: torch.ones_like(scores.losses), 0.0)
     return make_score_loss(terms, shaping=shaping)
 
 
@@ -296,7 +298,7 @@ def sequence_policy_gradient(
 
         def get_column(name: str) -> Tensor:
             column = label_columns[name].view_as(logprobs).to(logprobs.dtype)
-            return torch.where(mask, column, 0)
+            return torch.where(mask, column, 0)  # columns may hold NaN outside the loss
 
         old = get_column("old_logprobs")
         columns = {
@@ -310,6 +312,7 @@ def sequence_policy_gradient(
         if added.most_importance is not None:
             columns["importance"] = old - get_column("sampler_logprobs")
         answers = sum_documents(batch, columns, axis=axis, where="sequence_policy_gradient")
+        # GSPO: exp of the mean log-ratio is the geometric mean of the tokens' ratios.
         losses, is_clipped = surrogate(
             answers.means("logprobs"),
             answers.means("log_ratios").exp(),
@@ -317,7 +320,7 @@ def sequence_policy_gradient(
         )
         values = {"clipped": is_clipped.to(losses.dtype), "old_kl": answers.means("old_kl")}
         if added.most_importance is not None:
-            importance = answers.sums["importance"].exp()
+            importance = answers.sums["importance"].exp()  # the product over tokens
             losses = losses * importance.clamp(max=added.most_importance)
             values["truncated"] = (importance > added.most_importance).to(losses.dtype)
         if added.kl is not None:
@@ -355,10 +358,6 @@ def _estimate_kl(
 def _estimate_old_kl(logprobs: Tensor, old: Tensor) -> Tensor:
     """Return `k3` of the old policy, which drew the tokens, from this one."""
     return k3(old, logprobs)
-
-
-def _count_one(scores: TokenScores, _: LabelColumns) -> Tensor:
-    return torch.ones_like(scores.losses)
 
 
 def _make_metrics(surrogate: Surrogate, added: PolicyOptions) -> dict[str, OfScores]:

@@ -176,7 +176,8 @@ def orpo(weight: float = 0.1, *, axis: Axis = SOLO) -> NamedLoss:
     check_range("orpo", at_least=0, weight=weight)
 
     def log_odds(means: Tensor) -> Tensor:
-        means = means.clamp(max=-torch.finfo(means.dtype).eps)  # the odds of 1 are infinite
+        # log(p / (1 - p)) of p = exp(mean); the odds of p = 1 are infinite.
+        means = means.clamp(max=-torch.finfo(means.dtype).eps)
         return means - torch.log(-torch.expm1(means))
 
     def pair_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -235,10 +236,12 @@ def kto(
         documents = _sum_scores("kto", output, batch, "desirable", "kl", axis=axis)
         ratios = documents.sums[_SCORES]
         is_desirable = documents.means("desirable") > 0.5
+        # weight * (1 - sigmoid(gain)), where a gain is for desirable answers a higher log-ratio.
         gains = beta * (ratios - documents.means("kl").clamp(min=0))
         weights = torch.where(is_desirable, desirable_weight, undesirable_weight)
         losses = weights * torch.sigmoid(torch.where(is_desirable, -gains, gains))
         terms = sum_with_counts({"preference": losses}, documents.starts_here)
+        # A document without labels has no flag: it is in neither count of rewards.
         has_flag = documents.starts_here & (documents.tokens > 0)
         rewards = beta * ratios
         terms |= sum_with_counts({"desirable_reward": rewards}, has_flag & is_desirable)
@@ -295,7 +298,7 @@ def add_reference_point(
         >>> batch["kl"]
         tensor([[0., 0.]])
     """
-    point = kl.detach().float().clamp(min=0)
+    point = kl.detach().float().clamp(min=0)  # a KL divergence is never below 0, its estimate is
     result = []
     for batch in microbatches:
         labels = read_field("add_reference_point", batch, "labels")
@@ -345,6 +348,7 @@ def _make_pair_loss(
         if over_tokens == "mean" and not reference:  # the mean of nothing is no log-probability
             has_chosen, has_rejected = _split_pairs(documents.tokens > 0)
             counts = counts & (is_broken | has_chosen & has_rejected)
+        # NaN reaches the step's check of finite losses, which needs no further host sync.
         losses = pair_loss(chosen, rejected) * torch.where(is_broken, torch.nan, 1)
         margin = scale * (chosen - rejected)
         terms = {

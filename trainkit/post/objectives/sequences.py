@@ -71,7 +71,7 @@ def sum_documents(
     positions = read_field(where, batch, "position_ids")
     mask = read_field(where, batch, "labels") != IGNORED_LABEL
     rows = len(ids)
-    size = ids.shape[1] * axis.count
+    size = ids.shape[1] * axis.count  # of the whole row, whose tokens this rank has a part of
     size += size % 2  # even, for pairs of documents
     first = size * torch.arange(rows, device=ids.device).unsqueeze(1)
     index = (first + ids.clamp(min=0)).flatten()
@@ -83,6 +83,7 @@ def sum_documents(
 
     local_sums = [add(torch.where(mask, x, 0).to(dtype)) for x in columns.values()]
     starts = add(((positions == 0) & (ids >= 0)).to(dtype))
+    # One all-reduce for all sums. The gradient of a sum belongs to the tokens of every rank.
     stacked = torch.stack([*local_sums, add(mask.to(dtype)), starts])
     *sums, tokens, exists = sum_grad(sum_forward(stacked, axis), axis).unbind()
     return Documents(

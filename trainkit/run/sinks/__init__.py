@@ -5,32 +5,25 @@ device. Sinks that hold a file or the terminal are context managers that yield t
 """
 
 from trainkit.run.sinks.console import escape_control_characters, open_console
-from trainkit.run.sinks.guards import isolate_sinks
 from trainkit.run.sinks.jsonl import (
     compare_evaluations,
-    fsync_jsonl,
     open_events,
     open_jsonl,
     read_jsonl,
     read_metrics,
-    repair_jsonl,
 )
-from trainkit.run.sinks.named import LoggingOptions, named_sinks
+from trainkit.run.sinks.named import LoggingOptions
 from trainkit.run.sinks.open_run_sinks import open_run_sinks, summarize_run
 from trainkit.run.sinks.tee import tee
 from trainkit.run.sinks.tensorboard import open_tensorboard
-from trainkit.run.sinks.timing import Goodput, measure_goodput, suggest_save_interval
+from trainkit.run.sinks.timing import measure_goodput, suggest_save_interval
 from trainkit.run.sinks.wandb import open_wandb
 
 __all__ = [
-    "Goodput",
     "LoggingOptions",
     "compare_evaluations",
     "escape_control_characters",
-    "fsync_jsonl",
-    "isolate_sinks",
     "measure_goodput",
-    "named_sinks",
     "open_console",
     "open_events",
     "open_jsonl",
@@ -39,7 +32,6 @@ __all__ = [
     "open_wandb",
     "read_jsonl",
     "read_metrics",
-    "repair_jsonl",
     "suggest_save_interval",
     "summarize_run",
     "tee",

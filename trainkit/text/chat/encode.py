@@ -70,8 +70,8 @@ def encode_chat(
             have `tool_calls` and `reasoning_content`, and any may have a `weight` of 0 or 1, where
             0 excludes it from the loss.
         tokenizer: Anything with `encode`; no special token is added but those of the template.
-        template: Converts messages to text: `chatml`, `llama3`, `qwen3`, or a
-            `make_jinja_template`.
+        template: Converts messages to text: `chatml`, `llama3`, `qwen3`, or one from
+            `make_jinja_template` or `read_template`.
         train: The messages in the loss; see `Train`.
         max_length: The maximum number of tokens. A longer conversation is truncated after the last
             chosen turn that fits completely.

@@ -72,6 +72,7 @@ def encode_preference_pair(
     halves, prompt_length = _split_record(record)
     for name, messages in halves.items():
         if messages[prompt_length]["role"] != "assistant":
+            # Named like a message of any conversation, within its half.
             error = wrong_message(
                 prompt_length,
                 messages[prompt_length],
@@ -334,6 +335,7 @@ def _check_prompts(
     texts: list[str] = []
     for messages in halves.values():
         segments = template(messages, tools=tools)
+        # Up to the body of the answer: its header belongs to the prompt.
         first = next(
             (k for k, p in enumerate(segments) if p.body and p.message == prompt_length),
             len(segments),

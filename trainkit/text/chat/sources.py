@@ -19,6 +19,7 @@ from trainkit.text.chat.templates import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+# `raise_exception` is the way in which a template of `transformers` rejects messages.
 _CHATML = r"""{%- if tools %}
     {{- raise_exception('ChatML has no place for tools') }}
 {%- endif %}
@@ -33,6 +34,7 @@ _CHATML = r"""{%- if tools %}
 {%- endif %}
 """
 
+# Namespaces, because a variable that is set in a loop of Jinja ends with the iteration.
 _QWEN3 = r"""{%- if tools %}
     {{- '<|im_start|>system\n' }}
     {%- if messages[0].role == 'system' %}
@@ -95,6 +97,7 @@ _QWEN3 = r"""{%- if tools %}
 {%- endif %}
 """
 
+# `tools` may be undefined, None or an empty list; the last has a prompt without schemas.
 _LLAMA3 = r"""{%- set first = 1 if messages[0].role == 'system' else 0 %}
 {%- set has_tools = tools is defined and tools is not none %}
 {%- set in_user = has_tools and (tools_in_user_message is not defined or tools_in_user_message) %}
@@ -145,8 +148,9 @@ _LLAMA3 = r"""{%- set first = 1 if messages[0].role == 'system' else 0 %}
 """
 
 
-def _with_texts(source: str, **texts: str) -> str:
-    """Return a source in which names stand for texts, whatever signs are in them."""
+def _insert_texts(source: str, **texts: str) -> str:
+    """Replace names in a source by texts, as string literals of Jinja."""
+    # JSON's literals are Jinja's too, with quotes and line ends escaped.
     for name, text in texts.items():
         source = source.replace(name, json.dumps(text))
     return source
@@ -154,11 +158,12 @@ def _with_texts(source: str, **texts: str) -> str:
 
 JINJA_SOURCES: Mapping[str, str] = {
     "chatml": _CHATML,
-    "llama3": _with_texts(_LLAMA3, IN_SYSTEM=LLAMA3_TOOLS_IN_SYSTEM, IN_USER=LLAMA3_TOOLS_IN_USER),
-    "qwen3": _with_texts(_QWEN3, BEFORE_TOOLS=QWEN3_BEFORE_TOOLS, AFTER_TOOLS=QWEN3_AFTER_TOOLS),
+    "llama3": _insert_texts(
+        _LLAMA3, IN_SYSTEM=LLAMA3_TOOLS_IN_SYSTEM, IN_USER=LLAMA3_TOOLS_IN_USER
+    ),
+    "qwen3": _insert_texts(_QWEN3, BEFORE_TOOLS=QWEN3_BEFORE_TOOLS, AFTER_TOOLS=QWEN3_AFTER_TOOLS),
 }
 """The Jinja of each of `TEMPLATES`, for `chat_template.jinja`.
 
-Beside messages and tools they read `date_string` and `tools_in_user_message` (llama3) and
-`enable_thinking` (qwen3).
+They also read `date_string` and `tools_in_user_message` (llama3), and `enable_thinking` (qwen3).
 """

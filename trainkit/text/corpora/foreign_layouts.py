@@ -90,6 +90,7 @@ def read_raw_layout(path: Path, sidecar: Sidecar) -> FileLayout:
         )
     dtype = np.dtype(sidecar.dtype)
     size = _file_size(path)
+    # A wrong dtype mostly shows here, or as ids outside of the vocabulary.
     if size % dtype.itemsize:
         raise DataError(
             f"{path}: {size} bytes are no multiple of {dtype}, the dtype of its sidecar",
@@ -107,6 +108,7 @@ def read_npy_layout(path: Path, sidecar: Sidecar) -> FileLayout:
         DataError: It is no such file, or its size or its sidecar does not fit.
     """
     dtype, start, count = _read_npy_header(path)
+    # The header has the dtype: the sidecar may repeat it, and must not contradict it.
     if sidecar.dtype not in {None, dtype.name}:
         raise DataError(
             f"{path}: its dtype is {dtype}, its sidecar says {sidecar.dtype}",
@@ -163,6 +165,7 @@ def read_megatron_layout(path: Path) -> FileLayout:
         check_readable(file_path)
     with open_file(index) as file:
         data = file.read(_MEGATRON_HEADER.size)
+        # The length first: `unpack` raises for a truncated header.
         if len(data) < _MEGATRON_HEADER.size or data[:17] != MEGATRON_MAGIC:
             raise DataError(f"{index}: no Megatron index of version 1", where=index, got=data[:17])
         _, code, num_sequences, num_documents = _MEGATRON_HEADER.unpack(data)
@@ -281,6 +284,7 @@ def _read_sidecar_offsets(
     path: Path, sidecar: Sidecar, count: int
 ) -> tuple[IntArray | None, dict[str, str]]:
     """Return the offsets that a sidecar gives, and hashes of the files that hold them."""
+    # The sidecar decides where documents end, so its hash is one of the corpus' sources.
     origin = sidecar_path(path)
     if not origin.exists():
         return None, {}

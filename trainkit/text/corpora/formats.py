@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class ReadRecords(Protocol):
     """Read the records of a file, or of a range of it.
 
-    `start` and `end` are what the format's `split` yields: bytes, row groups, or what else the
-    format can seek. `columns` may be ignored. `keep` says by its number whether a record is needed.
+    `start` and `end` are in the unit of the format's `split`: bytes, row groups, or any other that
+    the format can seek. `columns` may be ignored. A record is skipped if `keep(number)` is false.
     Returns an iterator over (number, record); numbers count from 1 at `start`.
     """
 

@@ -315,10 +315,10 @@ def hold_out(
 ) -> tuple[TokenCorpus | ConcatCorpus, np.ndarray[Any, Any]]:
     """Return a corpus and the mask of its held-out documents, which are chunks if there are few.
 
-    Whole documents are held out, as by `held_out_documents`, if they have between none and a
-    quarter of the tokens. In a corpus of few documents they may have more or none: then documents
-    are first split into chunks of `piece` tokens, which are held out in the same way, at least
-    the last one.
+    Whole documents are held out, as by `held_out_documents`, if they have at most a quarter of the
+    tokens, and at least one. In a corpus of few documents they may have more, or none. Then
+    documents are first split into chunks of `piece` tokens, and chunks are held out in the same
+    way, at least the last one.
 
     Args:
         corpus: The corpus.

@@ -136,6 +136,7 @@ def open_chats(
         (2, 1)
     """
     log(f"reading {path or 'signatures and docstrings of the standard library'}")
+    # Filled while conversations are encoded; a .tokens file leaves it empty.
     counts: Counter[str] = Counter()
     encode = make_chat_encoder(
         tokenizer,

@@ -116,6 +116,7 @@ def pack_examples(
         >>> rows.corpus.loss_mask.tolist()
         [0, 0, 0, 0, 0, 1, 1]
     """
+    # As `encode_document` begins a document: a pretrained model knows it so.
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
 
     def encode(question: str, answer: str) -> Sample:
@@ -167,6 +168,7 @@ def split_pairs(
                 overlong="drop",
             ),
         )
+        # A length of 0 leaves a pair out of the rows.
         for excluded in (mask, ~mask)
     )
     num_pairs = len(corpus.lengths) // 2
@@ -205,6 +207,7 @@ def pack_mismatched_answers(rows: PackedCorpus) -> PackedCorpus:
         half for document, half in enumerate(iterate_documents(corpus)) if document in chosen
     )
     others = make_corpus(mismatch_answers(halves), vocab_size=corpus.vocab_size)
+    # A prompt with another pair's answer may be longer than a row.
     bins = pack_bins(
         others.lengths, rows.bins.capacity, multiple_of=rows.bins.multiple_of, overlong="drop"
     )

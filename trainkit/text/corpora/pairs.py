@@ -56,6 +56,7 @@ def open_pairs(path: Path | None, encode: EncodePair, *, vocab_size: int) -> Tok
         >>> corpus.lengths, corpus.names
         (array([26, 27]), ['1', '1'])
     """
+    # Filled by the generator while `make_corpus` runs it.
     names: list[str] = []
     sources: dict[str, str] = {}
 

@@ -90,6 +90,7 @@ def list_document_files(root: Path, *, suffixes: Sequence[str], keep: Keep = Non
         DataError: There are none, or they are of two formats: otherwise a README next to the
             records would be the whole corpus.
     """
+    # A single file was named by its user: no format is excluded.
     if not root.is_dir():
         return [root.name]
     all_names = list_files(root)
@@ -126,6 +127,7 @@ def describe_record(path: Path, name: str) -> str:
     """
     if path.is_dir():
         file, _, number = name.rpartition(":")
+        # A text file may have a colon in its name.
         is_in_shard = file.endswith(tuple(RECORD_FORMATS)) and number.isdecimal()
         return describe_record(path / file, number) if is_in_shard else f"{path / name}"
     if path.suffix not in RECORD_FORMATS:

@@ -78,6 +78,7 @@ def find_token_files(
 
 def _select_shards(root: Path, names: Sequence[str], *, has_text: bool) -> list[str]:
     """Select the files of tokens among all files of a directory; they must be of one format."""
+    # Each file belongs to one format: .bin files are Megatron's or raw by their neighbours.
     by_format = []
     for suffix, row in TOKEN_FORMATS.items():
         if row.select is not None:
@@ -118,14 +119,14 @@ def describe_unread_files(path: Path, suffixes: Sequence[str] | None = None) -> 
         companions = [suffix for row in TOKEN_FORMATS.values() for suffix in row.companions]
         suffixes = (*TEXT_SUFFIXES, *RECORD_FORMATS, *TOKEN_FORMATS, *companions)
     others = [name for name in list_files(path) if not name.endswith(tuple(suffixes))]
-    links = list_linked_folders(path)
     messages = []
-    if others:
-        subject = "file of another kind is" if len(others) == 1 else "files of other kinds are"
-        messages.append(f"{len(others)} {subject} left out, such as {others[0]}")
-    if links:
-        subject = "linked folder is" if len(links) == 1 else "linked folders are"
-        messages.append(f"{len(links)} {subject} left out, such as {links[0]}")
+    for names, singular, plural in (
+        (others, "file of another kind is", "files of other kinds are"),
+        (list_linked_folders(path), "linked folder is", "linked folders are"),
+    ):
+        if names:
+            subject = singular if len(names) == 1 else plural
+            messages.append(f"{len(names)} {subject} left out, such as {names[0]}")
     return f"{path}: {'; '.join(messages)}" if messages else ""
 
 
@@ -183,6 +184,7 @@ def _check_eos(root: Path, parts: Mapping[str, TokenCorpus], eos_id: int | None)
         # Only there do documents depend on the eos.
         if sidecar.offsets is None and eos is not None:
             eos_ids[name] = eos
+    # An eos at the very end of a file ends its only document.
     if not eos_ids or any(
         len(parts[name].offsets) > 2 or parts[name].tokens[-1] == eos
         for name, eos in eos_ids.items()

@@ -129,16 +129,12 @@ def list_columns(columns: Mapping[str, Column]) -> list[list[Any]]:
 
 def get_header_fields(header: Header) -> dict[str, Any]:
     """Return the fields of a header as JSON values; empty ones of later versions are omitted."""
+    fields = attrs.asdict(header, recurse=False)
+    fields["columns"] = list_columns(header.columns)
+    fields["made_with"] = dict(header.made_with)
     # A file without these fields is byte for byte as older versions wrote it.
     later = ("columns", "template", "made_with")
-    fields = attrs.asdict(header, filter=lambda field, _: field.name not in later)
-    if header.columns:
-        fields["columns"] = list_columns(header.columns)
-    if header.template is not None:
-        fields["template"] = header.template
-    if header.made_with:
-        fields["made_with"] = dict(header.made_with)
-    return fields
+    return {name: value for name, value in fields.items() if value or name not in later}
 
 
 def encode_header(fields: Mapping[str, Any]) -> bytes:

@@ -128,6 +128,7 @@ def open_tokens(path: str | os.PathLike[str], *, check: Check = "sample") -> Tok
         DataError: The file is missing, truncated, damaged, of another format or version, or holds
             a token outside its vocabulary. The message names the byte.
     """
+    # How many chunks are compared with their hashes.
     max_chunks = {"sample": SAMPLED, "full": None, "none": 0}
     if check not in max_chunks:
         raise ValueError(

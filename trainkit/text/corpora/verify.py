@@ -96,6 +96,7 @@ def describe_corpus(path: str | os.PathLike[str], *, document: int = 0) -> dict[
         ...     describe_corpus(folder)["lengths"]
         {'min': 4, 'median': 4.0, 'max': 4}
     """
+    # As a run opens it: what this cannot open, a run cannot either.
     corpus = open_corpus(path)
     lengths = corpus.lengths
     if not 0 <= document < len(lengths):

@@ -126,6 +126,7 @@ def describe_document(chunk: Chunk, index: int) -> str:
 
     It may read all of the file that comes before the document.
     """
+    # A file of text is one document.
     if chunk.path.is_dir():
         return str(chunk.path / chunk.files[index][0])
     locate = RECORD_FORMATS[chunk.path.suffix].locate
@@ -136,6 +137,7 @@ def describe_chunk(chunk: Chunk) -> str:
     """Return the part of the source that a chunk is, for a message."""
     if chunk.path.is_dir():
         return f"{chunk.path}, files {chunk.files[0][0]} to {chunk.files[-1][0]}"
+    # Not by line: counting those would mean reading all of the file before the chunk.
     unit = RECORD_FORMATS[chunk.path.suffix].range_unit
     return f"{unit} {chunk.start} to {chunk.end} of {chunk.path}"
 
@@ -157,6 +159,7 @@ def _split_text_files(root: Path, names: Sequence[str], min_bytes: int) -> list[
 
 
 def _split_file(path: Path, min_bytes: int) -> list[Chunk]:
+    # Before the file is read: a later change is found by `_check_unchanged`.
     stats = (_read_stats(path, path.name),)
     ranges = RECORD_FORMATS[path.suffix].split(path, min_bytes)
     return [Chunk(path, stats, start, end, num_bytes) for start, end, num_bytes in ranges]

@@ -337,6 +337,7 @@ def open_finished_parts(folder: Path, parts: Sequence[Tally]) -> ConcatCorpus:
 
 
 def _open_part(path: Path, part: Tally, *, check: Check) -> TokenCorpus:
+    # A part may be a whole token file, and still not the one that its `.json` describes.
     corpus = open_tokens(path, check=check)
     if corpus.digest != part.digest:
         raise DataError(f"{path.name} is not the file that was written", where=path)
@@ -346,6 +347,7 @@ def _open_part(path: Path, part: Tally, *, check: Check) -> TokenCorpus:
 def _describe_change(name: str, old: Any, new: Any) -> str:
     if name != "files" or not old or not new:
         return f"{name} changed from {old!r} to {new!r}"
+    # Files that were changed, added or removed, by name; else only their order differs.
     old_files = {file[0]: file[1:] for file in old}
     new_files = {file[0]: file[1:] for file in new}
     for file in [*old_files, *new_files]:

@@ -265,6 +265,7 @@ def check_output(out: Path) -> None:
         raise ValueError(f"prepare: the file must end in {SUFFIX}, got {out}")
     if out.is_dir():
         raise DiskError(f"prepare: cannot write {out}: it is a folder", where=out)
+    # Now, not after hours of work.
     if not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
         raise DiskError(
             f"prepare: cannot write {out}: {out.parent} is no folder that can be written to",
@@ -293,6 +294,7 @@ def split_sources(
             chunk_bytes=chunk_bytes or _MIN_CHUNK_BYTES,
             keep=keep,
         )
+        # Each source must have some: an empty one is a wrong path.
         if not part:
             reason = ": all files are left out by name" if path.is_dir() else ""
             raise DataError(f"prepare: {path}: there are no documents{reason}", where=path)
@@ -320,7 +322,8 @@ def _find_finished_parts(work: Work, chunks: Sequence[Chunk], log: Log) -> dict[
         if file.stem not in reusable:
             file.unlink(missing_ok=True)  # a worker that is exiting may delete its own first
     if parts or reasons:
-        log(f"{work.folder}: going on with {len(parts)} of {len(chunks)} parts")
+        log(f"{work.folder}: resuming with {len(parts)} of {len(chunks)} parts")
+    # One reason stands for all: mostly the same setting has changed.
     if reasons:
         log(f"{work.folder}: {len(reasons)} finished parts are made again: {reasons[0]}")
     return parts
@@ -339,15 +342,11 @@ def _write_parts(
     missing = {index: chunk for index, chunk in enumerate(chunks) if index not in report.parts}
     if executor is not None:
         write_parts(
-            work,
-            missing,
-            executor,
-            starts_at_once=False,
-            timeout=timeout,
-            on_part=report.add,
+            work, missing, executor, starts_at_once=False, timeout=timeout, on_part=report.add
         )
         return None
     if workers is None:
+        # Starting processes takes seconds, as each imports torch.
         is_small = sum(chunk.bytes for chunk in missing.values()) < _SMALL
         workers = 1 if is_small else len(os.sched_getaffinity(0))
     # No process without a chunk.
@@ -360,12 +359,7 @@ def _write_parts(
     else:
         with process_pool(workers) as pool:
             write_parts(
-                work,
-                missing,
-                pool,
-                starts_at_once=True,
-                timeout=timeout,
-                on_part=report.add,
+                work, missing, pool, starts_at_once=True, timeout=timeout, on_part=report.add
             )
     return workers
 
@@ -396,7 +390,7 @@ def _concat_parts(
 ) -> TokenCorpus:
     """Write the token file from the parts, and delete them."""
     total = add_tallies(parts)
-    log(f"joining {len(parts)} parts: {total.documents} documents, {total.tokens} tokens")
+    log(f"concatenating {len(parts)} parts: {total.documents} documents, {total.tokens} tokens")
     # Checked before the copy, which may take long.
     needed = sum(file.stat().st_size for file in work.folder.glob(f"*{SUFFIX}"))
     free = shutil.disk_usage(out.parent).free
@@ -410,7 +404,7 @@ def _concat_parts(
             hint="make room and run the same again: the parts are finished",
         )
     # In the folder of the parts, which is on the same disk: the rename is atomic.
-    temporary = work.folder / f"joined{SUFFIX}"
+    temporary = work.folder / f"concatenated{SUFFIX}"
     corpus = open_finished_parts(work.folder, parts)
     written = write_corpus(
         temporary,

@@ -2,10 +2,10 @@
 
 Documents are read into a window of a fixed number of tokens. The window is packed, and its rows are
 used in a random order, `rows` for each step; then the next window is read. Documents without tokens
-belong to the window before them, so that the last step counts the losses after it. The cursor of a
-step is a few integers: the document and the token at which the window begins, the number of its
-rows that are used, and a hash of it. A resumed run packs the same window again, and compares the
-hash.
+belong to the window before them, so that the last step counts the dropped ones after it. The cursor
+of a step is a few integers: the document and the token at which the window begins, the number of
+its rows that are used, and a hash of it. A resumed run packs the same window again, and compares
+the hash.
 """
 
 from __future__ import annotations

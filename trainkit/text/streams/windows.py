@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class Position:
-    """The content of `Cursor.stream`: the window's start, its used rows, and the losses so far.
+    """The content of `Cursor.stream`: a window's start, its used rows, and the lost tokens so far.
 
     `window_hash` is the hash of the window, 0 if none of its rows is used.
     """

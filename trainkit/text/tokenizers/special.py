@@ -5,7 +5,7 @@ from __future__ import annotations
 BOS = "<|bos|>"
 EOS = "<|eos|>"
 PAD = "<|pad|>"
-"""The special tokens of trainkit's own tokenizers: begin and end of a document, and padding."""
+"""The special tokens of trainkit's own tokenizers: beginning and end of a document, and padding."""
 
 CHATML_SPECIAL = ("<|im_start|>", "<|im_end|>")
 """The special tokens of the template `chatml`."""

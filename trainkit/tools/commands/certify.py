@@ -34,7 +34,7 @@ import argparse
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from trainkit.files import say_on_stderr
+from trainkit.files import print_to_stderr
 from trainkit.types import ConfigError
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         options.tier,
         chosen=chosen,
         optimizers=options.all,
-        log=None if options.quiet else say_on_stderr,
+        log=None if options.quiet else print_to_stderr,
         device=options.device,
     )
     code = 0 if all(certificate.ok for certificate in certificates) else 67

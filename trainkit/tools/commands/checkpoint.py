@@ -39,7 +39,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from trainkit.files import say_on_stderr
+from trainkit.files import print_to_stderr
 from trainkit.types import CheckpointError
 from trainkit.weights.checkpoint.describe import describe_checkpoint
 from trainkit.weights.checkpoint.manifest import find_checkpoint, list_checkpoints
@@ -169,7 +169,7 @@ def _check_owners(path: Path, *, strict: bool) -> None:
             hint="chmod go-w, chown, or copy it to a directory that only you can write",
         )
     for problem in problems:
-        say_on_stderr(f"warning: {problem}; another user may have changed its values")
+        print_to_stderr(f"warning: {problem}; another user may have changed its values")
 
 
 def _find_home(directory: Path) -> Path:
@@ -222,7 +222,7 @@ def _verify(options: argparse.Namespace) -> tuple[Any, int]:
 
 def _find_source(path: Path, *, strict: bool) -> Path:
     """Return a checkpoint, or the newest of a run, with every byte verified."""
-    source = find_checkpoint(path, log=say_on_stderr)
+    source = find_checkpoint(path, log=print_to_stderr)
     _check_owners(source, strict=strict)
     return source
 
@@ -240,7 +240,7 @@ def _prune(options: argparse.Namespace) -> tuple[Any, int]:
     home = _find_home(options.directory)
     _check_owners(home, strict=options.strict_owner)
     policy = Retention(last=options.keep, every=options.every, best=options.best)
-    report = apply_retention(home, policy, log=say_on_stderr, dry_run=options.dry_run)
+    report = apply_retention(home, policy, log=print_to_stderr, dry_run=options.dry_run)
     return report, _DAMAGED if report["kept"] and not report["verified"] else 0
 
 

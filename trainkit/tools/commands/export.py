@@ -27,7 +27,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from trainkit.files import say_on_stderr
+from trainkit.files import print_to_stderr
 from trainkit.types import ConfigError, DataError
 from trainkit.weights.checkpoint.manifest import find_checkpoint
 
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     from trainkit.weights.checkpoint.load import read_facts  # noqa: PLC0415 - torch
     from trainkit.weights.hub.trained import has_learned_bos  # noqa: PLC0415 - torch
 
-    path = find_checkpoint(options.source, log=say_on_stderr)
+    path = find_checkpoint(options.source, log=print_to_stderr)
     facts = read_facts(path, needs=["model"])
     adapted = "base" in facts
     if options.merge and not adapted:

@@ -265,7 +265,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         offload_activations=options.offload_activations,
         loss=options.loss,
         documents=options.documents,
-        begins=_make_adapter_plan(options),
+        plan_prefix=_make_adapter_plan(options),
     )
     plans = rank_layouts(
         job,

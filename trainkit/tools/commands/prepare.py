@@ -54,7 +54,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from trainkit.files import say_on_stderr
+from trainkit.files import print_to_stderr
 from trainkit.types import Column, ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     try:
         return _prepare(options), 0
     except KeyboardInterrupt:
-        say_on_stderr("")
+        print_to_stderr("")
         parts = options.out.with_name(f"{options.out.name}.parts")
         if parts.is_dir():
             return {
@@ -196,7 +196,7 @@ def _prepare(options: argparse.Namespace) -> dict[str, Any]:
         made_with={key: facts[key] for key in ("tokenizer", "template") if key in facts},
         field=options.field or "text",
         workers=options.workers,
-        log=say_on_stderr,
+        log=print_to_stderr,
         progress=_make_progress_printer(),
         suffixes=suffixes,
         keep=keep,
@@ -313,7 +313,7 @@ def _train_tokenizer(
     if options.columns:
         raise ConfigError("prepare: bpe:N is trained on text; give token ids a tokenizer.json")
     counts = collections.Counter()
-    say_on_stderr(f"training a BPE of {vocab_size} tokens")
+    print_to_stderr(f"training a BPE of {vocab_size} tokens")
     tokenizer = train_bpe(
         _read_sample(options, suffixes, keep, counts),
         vocab_size=vocab_size,
@@ -321,7 +321,7 @@ def _train_tokenizer(
     )
     path = options.out.with_suffix(".tokenizer.json")
     save_tokenizer(tokenizer, path)
-    say_on_stderr(
+    print_to_stderr(
         f"wrote {path}: {tokenizer.vocab_size} tokens, from {counts['documents']} documents"
     )
     return tokenizer, {

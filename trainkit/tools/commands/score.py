@@ -23,7 +23,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from trainkit.files import say_on_stderr
+from trainkit.files import print_to_stderr
 from trainkit.types import ConfigError, Precision
 
 HELP = "store a model's log-probabilities as columns of a token file"
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         )
     if get_world_size() > 1:
         raise ConfigError(f"score: needs one process, but there are {get_world_size()}")
-    trained = hub.open_model(options.model, context=options.context, log=say_on_stderr)
+    trained = hub.open_model(options.model, context=options.context, log=print_to_stderr)
     corpus = corpora.open_corpus(
         options.corpus, tokenizer=trained.tokenizer, template=trained.template
     )
@@ -101,7 +101,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
                 "temperature": temperature,
                 "batch": options.batch,
             },
-            log=say_on_stderr,
+            log=print_to_stderr,
             context=trained.context,
             part_tokens=options.part,
         )

@@ -87,30 +87,31 @@ def estimate_block(job: Job, layout: Layout, *, fused_norms: bool, experts: bool
         2566.0
     """
     item, tokens = job.itemsize, tokens_per_microbatch(job, layout)
-    first, half = _estimate_halves(job, layout, fused_norms, experts=experts)
-    split = job.config.width / layout.tp  # between the blocks, whose tokens tp divides
-    numbers = first.numbers + 2 / layout.tp + half.numbers  # also a root mean square per norm
-    norms = 2 * split * _count_norm_copies(job, fused_norms)
-    everything = norms + first.saved + half.saved
-    worst = max(everything + half.gradients, norms / 2 + first.saved + first.gradients)
-    whole, given = everything * item + numbers * FP32, split * item
-    results, mode = _number_products(first, half), read_mode(job.recompute)
-    # Of a block's last product, which is no result, and of its normed inputs.
-    passed = given + 2 * split * (item if fused_norms else FP32)
-    held, movable, left = whole, whole, list[Result]()
+    attention, mlp = _estimate_halves(job, layout, fused_norms, experts=experts)
+    width = job.config.width / layout.tp  # between the blocks, whose tokens tp divides
+    fp32_elements = attention.numbers + 2 / layout.tp + mlp.numbers  # also an rms per norm
+    norms = 2 * width * _count_norm_copies(job, fused_norms)
+    elements = norms + attention.saved + mlp.saved
+    peak = max(elements + mlp.gradients, norms / 2 + attention.saved + attention.gradients)
+    num_bytes, input_bytes = elements * item + fp32_elements * FP32, width * item
+    results, mode = _number_products(attention, mlp), read_mode(job.recompute)
+    # Output gradients of a block's last product, which is not among the results, and of its norms.
+    passed = input_bytes + 2 * width * (item if fused_norms else FP32)
+    saved, movable, recomputed = num_bytes, num_bytes, list[Result]()
     if mode is not None:
-        keeps = mode if mode.budget is None else fitting(results, mode.budget * whole - given)
-        left = [x for x in results if not keeps(x.group, x.number)]
-        stay = sum(x.size for x in results if x not in left)
-        held, movable = given + half.choices * FP32 + stay, given
+        budget = mode.budget
+        is_saved = mode if budget is None else fitting(results, budget * num_bytes - input_bytes)
+        recomputed = [x for x in results if not is_saved(x.group, x.number)]
+        result_bytes = sum(x.size for x in results if x not in recomputed)
+        saved, movable = input_bytes + mlp.choices * FP32 + result_bytes, input_bytes
     return Block(
-        saved=round(tokens * held),
-        backward=round(tokens * (worst * item + numbers * FP32)),
+        saved=round(tokens * saved),
+        backward=round(tokens * (peak * item + fp32_elements * FP32)),
         movable=round(tokens * movable),
-        used=round(tokens * min(movable, 1.5 * (half.gradients - split) * item)),
+        used=round(tokens * min(movable, 1.5 * (mlp.gradients - width) * item)),
         again=(
-            _count_operations(left) / _count_operations(results),
-            float(any(x.group == "attention" for x in left)),
+            _count_operations(recomputed) / _count_operations(results),
+            float(any(x.group == "attention" for x in recomputed)),
         ),
         split=round(tokens * (sum(x.size for x in results if x.group == "products") + passed)),
     )
@@ -135,8 +136,8 @@ def list_results(job: Job, layout: Layout, *, experts: bool = False) -> list[Res
     return _number_products(*_estimate_halves(job, layout, fused_norms=True, experts=experts))
 
 
-def _number_products(first: _Half, half: _Half) -> list[Result]:
-    results = [*first.results, *half.results]
+def _number_products(attention: _Half, mlp: _Half) -> list[Result]:
+    results = [*attention.results, *mlp.results]
     products = [i for i, x in enumerate(results) if x.group == "products"]
     for number, i in enumerate(products):
         results[i] = attrs.evolve(results[i], number=number)
@@ -166,9 +167,10 @@ class _Half:
 def _estimate_halves(
     job: Job, layout: Layout, fused_norms: bool, *, experts: bool
 ) -> tuple[_Half, _Half]:
-    of = _estimate_latent_attention if job.config.latents is not None else _estimate_attention
-    rest = _estimate_experts(job, layout) if experts else _estimate_mlp(job, layout.tp)
-    return of(job, layout, fused_norms), rest
+    latents = job.config.latents
+    estimate = _estimate_attention if latents is None else _estimate_latent_attention
+    mlp = _estimate_experts(job, layout) if experts else _estimate_mlp(job, layout.tp)
+    return estimate(job, layout, fused_norms), mlp
 
 
 def _make_products(item: float, *shapes: tuple[float, float]) -> list[Result]:
@@ -185,52 +187,61 @@ def _estimate_attention(job: Job, layout: Layout, fused_norms: bool) -> _Half:
     config, tp, item = job.config, layout.tp, job.itemsize
     d, heads, kv_heads = config.width, config.heads // tp, config.kv_heads // tp
     q, k, *_ = attention_widths(config, layout)
+    kv = kv_heads * config.head_size  # of the products, before Ulysses repeats heads
     saved = d + 2 * q + 2 * k + (q if _is_output_copied(job, layout, fused_norms) else 0)
     if config.qk_norm:
-        saved += _count_norm_copies(job, fused_norms) * (q + kv_heads * config.head_size)
-    made = _make_products(item, (d, q), *[(d, kv_heads * config.head_size)] * 2)
+        saved += _count_norm_copies(job, fused_norms) * (q + kv)
     return _Half(
         saved=saved,
-        results=[*made, *_make_attention_results(job, layout, q), *_make_products(item, (q, d))],
+        results=[
+            *_make_products(item, (d, q), (d, kv), (d, kv)),
+            *_make_attention_results(job, layout, q),
+            *_make_products(item, (q, d)),
+        ],
         gradients=d / tp + 2 * q + 2 * k,
         numbers=heads + bool(config.qk_norm) * (heads + kv_heads),
     )
 
 
 def _estimate_latent_attention(job: Job, layout: Layout, fused_norms: bool) -> _Half:
-    config, tp, made, item = job.config, layout.tp, job.config.latents, job.itemsize
-    assert made is not None
+    config, tp, latents, item = job.config, layout.tp, job.config.latents, job.itemsize
+    assert latents is not None
     d, heads, copies = config.width, config.heads // tp, _count_norm_copies(job, fused_norms)
     q, k, v, out = attention_widths(config, layout)
-    # Kernels take one size of head, and fill up with zeros what is narrower; the ring's inside.
-    wide = heads * max(config.head_size, config.value_size) if layout.ring == 1 else 0
-    filled, cut = v < wide, out < wide
-    made_of = heads * (made.plain + made.values)  # of which values are a view, until something is
-    values = max(v, wide) if filled else made_of if layout.ulysses == 1 else v
-    exchanged = v * filled * (layout.ulysses > 1)
-    again = out * (cut or _is_output_copied(job, layout, fused_norms))
-    rank = made.query_rank or 0
-    queries = rank * (1 + copies / tp) or d * (tp > 1)
-    latents = queries + made.kv_rank * (1 + copies / tp)
-    kernel = max(q, wide) + max(k, wide) + values + max(out, wide)  # and as many gradients
-    of_queries = [(d, rank / tp), (rank, q)] if rank else [(d, q)]
-    of_keys = (d, made.kv_rank / tp), (made.kv_rank, made_of), (d, made.rotary / tp)
+    # Kernels take one head size and pad narrower heads with zeros, except for the ring's.
+    padded = heads * max(config.head_size, config.value_size) if layout.ring == 1 else 0
+    is_padded = v < padded
+    up_columns = heads * (latents.plain + latents.values)  # the values are a view of the product
+    values = max(v, padded) if is_padded else up_columns if layout.ulysses == 1 else v
+    exchanged = v * is_padded * (layout.ulysses > 1)
+    output_copy = out * (out < padded or _is_output_copied(job, layout, fused_norms))
+    query_rank = latents.query_rank or 0
+    query_columns = query_rank * (1 + copies / tp) or d * (tp > 1)
+    latent_columns = query_columns + latents.kv_rank * (1 + copies / tp)
+    kernel = max(q, padded) + max(k, padded) + values + max(out, padded)  # and as many gradients
+    query_products = [(d, query_rank / tp), (query_rank, q)] if query_rank else [(d, q)]
     return _Half(
-        saved=d / tp + latents + kernel + exchanged + again,
+        saved=d / tp + latent_columns + kernel + exchanged + output_copy,
         results=[
-            *_make_products(item, *of_queries, *of_keys),
+            *_make_products(
+                item,
+                *query_products,
+                (d, latents.kv_rank / tp),
+                (latents.kv_rank, up_columns),
+                (d, latents.rotary / tp),
+            ),
             *_make_attention_results(job, layout, max(q, out)),
             *_make_products(item, (out, d)),
         ],
-        gradients=d / tp + kernel - again,
-        numbers=heads + (1 + (rank > 0)) / tp,
+        gradients=d / tp + kernel - output_copy,
+        numbers=heads + (1 + (query_rank > 0)) / tp,
     )
 
 
 def _estimate_mlp(job: Job, tp: int) -> _Half:
     config = job.config
-    d, f, products = config.width, config.mlp_width // tp, 1 + config.how_fed.gated
-    after = [(f, d)] * config.how_normed.after  # without, nobody asks for the result
+    d, f, products = config.width, config.mlp_width // tp, 1 + config.feed_forward_config.gated
+    after = [(f, d)] * config.norm_config.after  # otherwise only the residual sum reads it
     return _Half(
         saved=d + 2 * products * f,
         results=_make_products(job.itemsize, *[(d, f)] * products, *after),
@@ -244,6 +255,7 @@ def _estimate_experts(job: Job, layout: Layout) -> _Half:
     k, f, shared = experts.chosen, experts.width, experts.shared
     item, again = job.itemsize / tp, job.recompute != "none"
     low = job.itemsize != FP32
+    # In low precision the router has its own input in fp32; then only a shared expert saves this.
     inputs = d * (not low or shared > 0)
     summed = d * (1 + low * FP32 / job.itemsize)  # rows are weighted and summed in fp32
     scores = experts.count * FP32 / job.itemsize
@@ -253,6 +265,7 @@ def _estimate_experts(job: Job, layout: Layout) -> _Half:
     of_shared = _make_products(item, (d, shared), (d, shared), (shared, d)) if shared else []
     return _Half(
         saved=(inputs + k * (2 * d + 4 * f) + 4 * shared) / tp,
+        # In order: router, dispatch, experts, combine, shared expert.
         results=[*_make_products(item, (d, scores)), *sent, *own, *sent, *of_shared],
         gradients=(d + d * again + scores + k * max(summed, 2 * f - d)) / tp,
         numbers=(2 * experts.count + (8 + 4 * is_sharded) * k + 4 + d * low) / tp,
@@ -261,10 +274,8 @@ def _estimate_experts(job: Job, layout: Layout) -> _Half:
 
 
 def _count_norm_copies(job: Job, fused_norms: bool) -> int:
-    """Count the elements that a norm saves per input element, in the dtype of computation.
-
-    One kernel saves its input; separate operators also the normed input, both in fp32.
-    """
+    """Count the elements that a norm saves per input element, in the dtype of computation."""
+    # One kernel saves its input; separate operators also the normed input, both in fp32.
     return 1 if fused_norms else 2 * FP32 // job.itemsize
 
 
@@ -281,21 +292,21 @@ def tokens_per_microbatch(job: Job, layout: Layout) -> int:
 
 
 def attention_widths(config: DecoderConfig, layout: Layout) -> tuple[float, float, float, float]:
-    """Return the columns of attention's queries, keys, values and output.
-
-    Ulysses repeats key heads if there are fewer than its ranks.
-    """
+    """Return the columns of attention's queries, keys, values and output."""
+    # Ulysses repeats key heads if there are fewer than its ranks.
     heads, kv_heads = config.heads / layout.tp, max(config.kv_heads // layout.tp, layout.ulysses)
-    size, of_values = config.head_size, config.value_size
-    return heads * size, kv_heads * size, kv_heads * of_values, heads * of_values
+    return (
+        heads * config.head_size,
+        kv_heads * config.head_size,
+        kv_heads * config.value_size,
+        heads * config.value_size,
+    )
 
 
 def _is_output_copied(job: Job, layout: Layout, fused_norms: bool) -> bool:
-    """Return whether the output of attention is saved twice: by attention, and as wo's input.
-
-    That is so after the all-to-all of Ulysses; and on a CPU where documents, or windows of a longer
-    one, are computed one by one and concatenated.
-    """
+    """Return whether the output of attention is saved twice: by attention, and as wo's input."""
+    # That is so after the all-to-all of Ulysses, and on a CPU, which computes documents, or windows
+    # of a longer one, one by one and concatenates them.
     sliding = job.config.sliding
     cut = job.documents > 1 or (sliding is not None and sliding.window < job.row_length)
     return layout.ulysses > 1 or (cut and not fused_norms)
@@ -335,16 +346,16 @@ def estimate_head(job: Job, layout: Layout, *, fused_norms: bool, trained: bool 
     """
     config, item = job.config, job.itemsize
     parts = 1 if job.loss == "plain" else layout.tp
-    tokens, words = tokens_per_microbatch(job, layout), config.vocab_size // parts
+    tokens, vocab_size = tokens_per_microbatch(job, layout), config.vocab_size // parts
     copies = _count_norm_copies(job, fused_norms)
     norm = round(tokens * config.width * (copies / layout.tp + 1) * item)
     low = item != FP32
     if has_full_logits(job, layout):
-        logits = tokens * words
+        logits = tokens * vocab_size
         return Head(norm + logits * FP32, logits * (2 * FP32 + (item if low else 0)))
     chunk = min(count_chunk_tokens(job, layout), tokens)
-    logits = chunk * words * (FP32 + (item if low else 0))
-    weight = words * config.width
+    logits = chunk * vocab_size * (FP32 + (item if low else 0))
+    weight = vocab_size * config.width
     gradients = tokens * config.width * item + weight * FP32 * trained
     cast = weight * item if low else 0
     return Head(norm + gradients, max(logits, gradients + cast))
@@ -361,8 +372,7 @@ def has_full_logits(job: Job, layout: Layout) -> bool:
         >>> has_full_logits(job, Layout()), has_full_logits(job, Layout(tp=2))
         (True, False)
     """
-    words = job.config.vocab_size
-    few = tokens_per_microbatch(job, layout) * words <= _MAX_CHUNK_LOGITS
+    few = tokens_per_microbatch(job, layout) * job.config.vocab_size <= _MAX_CHUNK_LOGITS
     return job.loss == "plain" or (few and job.precision.compute == "fp32" and layout.tp == 1)
 
 

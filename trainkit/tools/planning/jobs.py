@@ -1,4 +1,4 @@
-"""The job to plan for, all layouts of a world, and the reasons why some are impossible."""
+"""The job to plan for, the layouts of a world, and the reasons why some are impossible."""
 
 from __future__ import annotations
 
@@ -28,14 +28,9 @@ FP32 = 4
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
-def _make_items(options: Any) -> tuple[tuple[str, Any], ...]:
-    """Return a mapping as pairs, by which a job can be compared and hashed."""
-    return tuple(dict(options).items())
-
-
 @attrs.frozen(kw_only=True)
 class Job:
-    """The model and its training: all inputs of a plan except layout and machine."""
+    """The model and its training: all inputs of an estimate but layout and hardware."""
 
     config: DecoderConfig
     """The model."""
@@ -47,10 +42,10 @@ class Job:
     """Rows of a step, over all ranks."""
 
     microbatch: int = attrs.field(default=1, validator=positive)
-    """Rows that go through the model at once."""
+    """Rows of a microbatch."""
 
     recompute: str = attrs.field(default="none", validator=lambda _, __, mode: read_mode(mode))
-    """What is computed again in backward; see `parallel.recompute`."""
+    """The mode of recomputation; see `parallel.recompute`."""
 
     offload_activations: int | None = attrs.field(
         default=None, validator=attrs.validators.optional(non_negative)
@@ -63,48 +58,51 @@ class Job:
             lambda precision: precision.compute != "auto", "of a compute other than auto"
         ),
     )
-    """Dtypes of computation and saved activations, of parameters, reductions and moments."""
+    """Dtypes of computation, parameters, reductions and moments."""
 
     loss: Literal["linear", "plain"] = attrs.field(
         default="linear", validator=one_of("linear", "plain")
     )
-    """linear for `next_token_linear`, whose logits exist chunk by chunk; plain for `next_token`."""
+    """linear for `next_token_linear`, which computes logits in chunks; plain for `next_token`."""
 
     optimizer: str = "adamw"
-    """What steps, a name of `optim.table.OPTIMIZERS`: what it remembers."""
+    """A name of `optim.table.OPTIMIZERS`."""
 
-    optimizer_options: tuple[tuple[str, Any], ...] = attrs.field(default=(), converter=_make_items)
-    """Its options, given as a mapping: {"moments": "bf16"}."""
+    # Stored as pairs, which make a job comparable and hashable.
+    optimizer_options: tuple[tuple[str, Any], ...] = attrs.field(
+        default=(), converter=lambda options: tuple(dict(options).items())
+    )
+    """The optimizer's options, given as a mapping: {"moments": "bf16"}."""
 
     mean: bool = False
-    """Whether it keeps a mean of the weights; see `optim.combine_optimizers`."""
+    """Whether the weights are averaged; see `optim.combine_optimizers`."""
 
     offload_optimizer: bool = False
-    """Whether its state is in host memory; see `optim.offload_optimizer_`."""
+    """Whether optimizer state is in host memory; see `optim.offload_optimizer_`."""
 
     documents: int = attrs.field(default=1, validator=positive)
-    """Documents of a row, of equal lengths, for what attention costs."""
+    """Documents of a row, of equal lengths, which set the cost of attention."""
 
-    begins: tuple[ModelTransform, ...] = attrs.field(default=(), converter=tuple)
-    """What the plan begins with, `adapters.quantized` and `adapters.lora`: they say what is trained
-    and in how many bits the rest is held. Without them all is trained."""
+    plan_prefix: tuple[ModelTransform, ...] = attrs.field(default=(), converter=tuple)
+    """The first transforms of the plan, `adapters.quantized` and `adapters.lora`, which set the
+    trainable parameters and the storage of the frozen ones. Without them all are trainable."""
 
     frozen: frozenset[str] = frozenset()
-    """The names of parameters that are not trained, from `adapters.select_frozen`."""
+    """The names of frozen parameters, from `adapters.select_frozen`."""
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number in the dtype that is computed in."""
+        """Bytes of an element in the dtype of computation."""
         return _BYTES[self.precision.compute]
 
     @property
     def stored(self) -> int:
-        """Bytes of a parameter."""
+        """Bytes of an element of a parameter."""
         return _BYTES[self.precision.storage]
 
     @property
     def summed(self) -> int:
-        """Bytes of a gradient as FSDP sends it, and adds it up before."""
+        """Bytes of an element of a gradient that FSDP reduces."""
         return _BYTES[self.precision.reduction]
 
 
@@ -135,9 +133,9 @@ def list_layouts(world: int, *, like: Layout | None = None, experts: int = 1) ->
 
     Args:
         world: The number of ranks.
-        like: A layout with the options that all of them share, besides the degrees.
+        like: A layout with the options of all of them, besides the degrees.
         experts: Experts of a layer; ep takes every degree that divides them and the number of ranks
-            that parameters are sharded over.
+            of FSDP.
 
     Examples:
         >>> [str(layout) for layout in list_layouts(2)][:3]
@@ -193,7 +191,7 @@ def explain_refusal(job: Job, layout: Layout) -> str | None:
 
 
 def reshards(layout: Layout) -> bool:
-    """Return whether FSDP may free a block's parameters after forward: not if backward is split.
+    """Return whether FSDP may free a block's parameters after forward: not with a split backward.
 
     Examples:
         >>> split = Layout(pp=2, schedule="dual_pipe_v")

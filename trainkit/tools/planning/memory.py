@@ -1,8 +1,8 @@
 """Memory of a rank in bytes, by kind, and its peak over a step.
 
 The formulas are for this library's decoder, not for a general transformer. Letters: T tokens of a
-microbatch on this rank, D width, Q and K columns of queries and keys, F of the MLP, V size of the
-vocabulary, all after division by the degrees that shard them.
+microbatch on this rank, D width, Q and K columns of queries and keys, F columns of the MLP, V size
+of the vocabulary, all divided by the degrees that shard them.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class MemoryEstimate:
             copies of parameters that `precision` casts.
         buffers: Communication buffers: key and value blocks, stage boundaries.
         peak: The maximum over a step of the sum of these.
-        moment: The moment of the peak.
+        peak_phase: The phase of the step that has the peak.
         pp_rank: The pipeline rank.
         host: Bytes in host memory: offloaded optimizer state and activations; with `cpu_offload`
             also parameters and gradients.
-        between: Device memory between two steps, which `parallel.offload_state` frees.
+        between_steps: Device memory between two steps, which `parallel.offload_state` frees.
     """
 
     parameters: int
@@ -70,10 +70,10 @@ class MemoryEstimate:
     gathered: int
     buffers: int
     peak: int
-    moment: str
+    peak_phase: str
     pp_rank: int = 0
     host: int = 0
-    between: int = 0
+    between_steps: int = 0
 
 
 def estimate_memory(
@@ -100,17 +100,19 @@ def estimate_memory(
         >>> memory = estimate_memory(job, Layout(dp_shard=64))
         >>> memory.parameters * 64 / 4 / 1e9  # billions of parameters
         8.0302...
-        >>> memory.moment
+        >>> memory.peak_phase
         'loss'
     """
+    # The first rank holds most microbatches in flight, the last has the output layer, and of those
+    # between the second holds most, unless a later one has more experts.
     ranks = {0, min(1, layout.pp - 1), layout.pp - 1}
-    if job.config.experts is not None:  # the first of those with most of them
+    if job.config.experts is not None:
         ranks.add(max(range(layout.pp), key=lambda rank: find_part(job, layout, rank).experts))
-    found = [
+    estimates = [
         _estimate_rank_memory(job, layout, rank, fused_norms=fused_norms, in_backward=in_backward)
         for rank in (sorted(ranks) if pp_rank is None else [pp_rank])
     ]
-    return max(found, key=lambda memory: memory.peak)
+    return max(estimates, key=lambda memory: memory.peak)
 
 
 def _estimate_optimizer(job: Job, blocks: Params, ends: Params) -> tuple[int, int]:
@@ -119,21 +121,24 @@ def _estimate_optimizer(job: Job, blocks: Params, ends: Params) -> tuple[int, in
         **list_precision_options(job.optimizer, job.precision),
         **dict(job.optimizer_options),
     }
-    each = []
     is_kahan = options.get("rounding") == "kahan"
-    rest = job.stored if is_kahan and job.stored < FP32 else 0
+    # Kahan summation keeps the rounding error of each parameter, in the parameter's dtype.
+    extra = job.stored if is_kahan and job.stored < FP32 else 0
+    extra += FP32 * (job.mean and not _has_mean(job))
+    sizes = []
+    # Muon has another state for hidden matrices than for the ends.
     for own, hidden in ((blocks.trained, True), (ends.trained, False)):
-        of = partial(state_bytes, job.optimizer, options, hidden=hidden)
-        short = of(in_blocks=False) * own.short
-        extra = rest + FP32 * (job.mean and not _has_mean(job))
-        each.append((own, of() * (own.shard - own.short) + short + extra * own.shard))
+        per_element = partial(state_bytes, job.optimizer, options, hidden=hidden)
+        short = per_element(in_blocks=False) * own.short
+        sizes.append((own, per_element() * (own.shard - own.short) + short + extra * own.shard))
     kind = OPTIMIZERS[job.optimizer]
-    draws = options.get("rounding") == "stochastic" or (
+    # Stochastic rounding needs a step count per parameter, which is the counter of its noise.
+    is_stochastic = options.get("rounding") == "stochastic" or (
         kind.narrow and options.get("moments", "fp32") != "fp32"
     )
-    counts = FP32 * max(kind.counts, int(draws)) * (blocks + ends).trained.tensors
-    most = max(round(size * own.largest / max(own.whole, 1)) for own, size in each)
-    return sum(round(size) for _, size in each) + counts, most
+    counts = FP32 * max(kind.counts, int(is_stochastic)) * (blocks + ends).trained.tensors
+    largest = max(round(size * own.largest / max(own.whole, 1)) for own, size in sizes)
+    return sum(round(size) for _, size in sizes) + counts, largest
 
 
 def _has_mean(job: Job) -> bool:
@@ -149,24 +154,24 @@ def _estimate_rank_memory(
     own, rank = (blocks + ends).trained, _estimate_rank(job, layout, pp_rank, fused_norms)
     parameters = (blocks + ends).nbytes(job.stored)
     gradients = own.shard * FP32
-    optimizer, of_one = _estimate_optimizer(job, blocks, ends)
+    optimizer, largest_state = _estimate_optimizer(job, blocks, ends)
     buffers = estimate_buffers(job, layout, pp_rank)
     if in_backward and not rank.later:
         rank = attrs.evolve(rank, stays=False)
-    moments = _estimate_moments(rank)
-    if job.offload_optimizer:
-        moments["optimizer step"] += of_one
-    if job.mean and not _has_mean(job):  # what it moves to; and on a device, whether it may
+    phases = _estimate_phases(rank)
+    if job.offload_optimizer:  # the step brings back one parameter's state at a time
+        phases["optimizer step"] += largest_state
+    if job.mean and not _has_mean(job):  # the new average; and on a device, whether it may be used
         copies = 2 if fused_norms else 1
-        moments["optimizer step"] += copies * FP32 * own.largest * own.shard / max(own.whole, 1)
+        phases["optimizer step"] += copies * FP32 * own.largest * own.shard / max(own.whole, 1)
     if layout.count("sp_unfolded") > 1 and not layout.cpu_offload:
-        moments["sum over the sequence"] = rank.gradients + _count_buffer_elements(own) * FP32
+        phases["sum over the sequence"] = rank.gradients + _count_buffer_elements(own) * FP32
     if layout.tp > 1 and not layout.cpu_offload:
-        whole = units.whole(part.numbers).trained
-        moments["sum over tp"] = rank.gradients + _count_buffer_elements(whole) * FP32
-    moment = max(moments, key=lambda name: moments[name])
-    remembered = layout.cpu_offload or job.offload_optimizer
-    between = (not layout.cpu_offload) * parameters + (not remembered) * optimizer
+        replicated = units.whole(part.numbers).trained
+        phases["sum over tp"] = rank.gradients + _count_buffer_elements(replicated) * FP32
+    peak_phase = max(phases, key=lambda name: phases[name])
+    is_state_on_host = layout.cpu_offload or job.offload_optimizer
+    between = (not layout.cpu_offload) * parameters + (not is_state_on_host) * optimizer
     host = parameters + optimizer - between + layout.cpu_offload * gradients + rank.moved
     one, shard = rank.activations, rank.sharding
     return MemoryEstimate(
@@ -181,11 +186,11 @@ def _estimate_rank_memory(
         + (shard.unit + shard.ahead + shard.scatter + _estimate_unreduced(rank))
         + round(max(rank.held * rank.casts, rank.cast)),
         buffers=buffers,
-        peak=round(between + buffers + moments[moment]),
-        moment=moment,
+        peak=round(between + buffers + phases[peak_phase]),
+        peak_phase=peak_phase,
         pp_rank=pp_rank,
         host=round(host),
-        between=between,
+        between_steps=between,
     )  # fmt: skip
 
 
@@ -195,27 +200,34 @@ def _estimate_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) ->
     counts = {True: part.experts, False: part.layers - part.experts}
     kinds = {
         experts: estimate_block(job, layout, fused_norms=fused_norms, experts=experts)
-        for experts, many in counts.items()
-        if many
+        for experts, count in counts.items()
+        if count
     }
-    of_blocks = _estimate_saved(job, part, units, kinds)
+    saved, movable = _estimate_saved(job, part, units, kinds)
     largest = max(kinds.values(), key=lambda block: block.backward)
-    of_stage, of_block = _estimate_casts(job, layout, part, units)
-    again = job.recompute != "none"  # then backward casts them once more, a block at a time
+    cast_of_stage, cast_of_block = _estimate_casts(job, layout, part, units)
+    layers = [layer for layer, _ in units.counts(part.numbers)]
+    reduced_units = [params.trained for x in layers for params in (x.block, x.sharded_experts)]
+    head = Head()
+    if part.head:
+        weight = units.embedding if job.config.tied else units.head
+        is_trained = weight.trained.whole > 0
+        head = estimate_head(job, layout, fused_norms=fused_norms, trained=is_trained)
     return _Rank(
         job=job,
         layout=layout,
         part=part,
         blocks=blocks.trained,
-        unit=_find_largest_unit(part, units),
+        unit=max(reduced_units, key=lambda unit: unit.whole),
         ends=ends.trained,
         apart=separate_units(job, layout, part=part)[1].trained,
         activations=largest,
-        saved=of_blocks[0] / stages_per_rank(layout) + _estimate_stage_outputs(job, layout, part),
-        movable=of_blocks[1] / stages_per_rank(layout),
-        casts=0.0 if again else of_stage,
-        cast=of_block,
-        head=_estimate_head(job, layout, part, units, fused_norms),
+        saved=saved / stages_per_rank(layout) + _estimate_stage_outputs(job, layout, part),
+        movable=movable / stages_per_rank(layout),
+        # With recomputation backward casts them once more, a block at a time.
+        casts=0.0 if job.recompute != "none" else cast_of_stage,
+        cast=cast_of_block,
+        head=head,
         sharding=estimate_sharding(job, layout, part=part),
         unpacked=_estimate_dequantized(job, layout, part) if blocks.packed.whole else 0,
         layers=part.layers / stages_per_rank(layout),
@@ -226,69 +238,44 @@ def _estimate_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) ->
 
 
 def _estimate_casts(job: Job, layout: Layout, part: Part, units: Units) -> tuple[float, float]:
-    """Return the bytes of a stage's and of a block's weights that `precision` casts in forward.
-
-    FSDP gathers weights cast, once for all microbatches. Without it each microbatch casts its own.
-    """
+    """Return the bytes of a stage's and of a block's weights that `precision` casts in forward."""
+    # FSDP casts before it gathers, once for all microbatches; without it each microbatch casts.
     if layout.wrapped > 1 or job.precision.compute == job.precision.storage:
         return 0.0, 0.0
-    own = get_blocks(part, units)
-    cast = (own.trained.whole + own.frozen.whole) * job.itemsize
+    blocks = get_blocks(part, units)
+    cast = (blocks.trained.whole + blocks.frozen.whole) * job.itemsize
     return cast / stages_per_rank(layout), cast / part.layers
 
 
 def _estimate_saved(
     job: Job, part: Part, units: Units, kinds: Mapping[bool, Block]
 ) -> tuple[int, int]:
-    """Return the bytes that a rank's blocks save for backward, and those that may be offloaded.
-
-    Blocks before the first trainable one save nothing.
-    """
-    routed = {*job.config.expert_layers}
-    numbers = [number for number in part.numbers if number >= units.first_trained]
-    found = [kinds[number in routed] for number in numbers]
-    return sum(x.saved for x in found), sum(x.movable for x in found)
+    """Return the bytes that a rank's blocks save for backward, and those that may be offloaded."""
+    expert_layers = {*job.config.expert_layers}
+    # No gradient reaches the blocks before the first trainable one, so they save nothing.
+    blocks = [kinds[i in expert_layers] for i in part.numbers if i >= units.first_trained]
+    return sum(x.saved for x in blocks), sum(x.movable for x in blocks)
 
 
 def _estimate_stage_outputs(job: Job, layout: Layout, part: Part) -> float:
-    """Return the bytes of a stage's output that a microbatch holds until its backward.
-
-    torch holds the output until then. With several stages on a rank it holds all that was sent to
-    the end of the step, which `estimate_buffers` counts, but the gradient is not sent yet.
-    """
+    """Return the bytes of a stage's output that a microbatch holds until its backward."""
+    # torch holds an output until its backward. With several stages on a rank it holds all that was
+    # sent to the end of the step (see `estimate_buffers`), but the gradient is not sent yet.
     output = tokens_per_microbatch(job, layout) * job.config.width / layout.tp * job.itemsize
     if stages_per_rank(layout) > 1:
         return -output
     return output if layout.pp > 1 and not part.head else 0.0
 
 
-def _find_largest_unit(part: Part, units: Units) -> Sizes:
-    """Return the largest part of a block whose gradients are reduced at once."""
-    kinds = [layer for layer, _ in units.counts(part.numbers)]
-    return max(
-        (x.trained for y in kinds for x in (y.block, y.sharded_experts)), key=lambda x: x.whole
-    )
-
-
 def _estimate_dequantized(job: Job, layout: Layout, part: Part) -> int:
-    """Return the bytes of a block's largest matrix, or experts, while a matmul dequantizes it.
-
-    It is in fp32, together with its codes as integers or its cast copy.
-    """
-    plain = attrs.evolve(job, begins=(), frozen=frozenset())
+    """Return the bytes of a block's largest matrix, or experts, while a matmul dequantizes it."""
+    plain = attrs.evolve(job, plan_prefix=(), frozen=frozenset())
+    # In fp32, together with its codes as integers or its cast copy, of 2 bytes an element.
     return get_blocks(part, compute_units(plain, layout)).trained.largest * (FP32 + 2)
 
 
-def _estimate_head(job: Job, layout: Layout, part: Part, units: Units, fused_norms: bool) -> Head:
-    weight = units.embedding if job.config.tied else units.head
-    if not part.head:
-        return Head()
-    trained = weight.trained.whole > 0
-    return estimate_head(job, layout, fused_norms=fused_norms, trained=trained)
-
-
 def _count_buffer_elements(own: Sizes) -> int:
-    """Return the elements of the buffers of a sum: the present one, and the one before it."""
+    """Return the elements of the buffers of an all-reduce: the current and the previous one."""
     if not own.whole:
         return 0
     largest = own.largest * own.shard // own.whole  # a parameter larger than a buffer has its own
@@ -297,7 +284,7 @@ def _count_buffer_elements(own: Sizes) -> int:
 
 @attrs.frozen
 class _Rank:
-    """The inputs of the moments of a rank's step.
+    """The inputs of `_estimate_phases` for one rank.
 
     `blocks` and `ends` are the rank's trainable parameters; `apart` those of the ends that are
     reduced before the blocks, `unit` the largest part of a block that is reduced at once,
@@ -338,34 +325,30 @@ class _Rank:
     def waiting(self, stages: float, blocks: int) -> float:
         """Return the bytes on the device that some stages and blocks have saved."""
         one, budget = self.activations, self.job.offload_activations
-        whole, movable = (
-            stages * stage + blocks * block
-            for stage, block in ((self.saved, one.saved), (self.movable, one.movable))
-        )
-        away = 0.0 if budget is None else max(0.0, movable - max(budget, one.used))
-        return whole - away + stages * self.casts + blocks * (self.cast if self.casts else 0.0)
+        saved = stages * self.saved + blocks * one.saved
+        movable = stages * self.movable + blocks * one.movable
+        offloaded = 0.0 if budget is None else max(0.0, movable - max(budget, one.used))
+        return saved - offloaded + stages * self.casts + blocks * (self.cast if self.casts else 0.0)
 
     @property
     def gradients(self) -> int:
-        """Bytes of this rank's part of all gradients, on the device."""
-        return (self.blocks.shard + self.ends.shard) * self.of_shard
+        """Bytes of this rank's shard of all gradients, on the device."""
+        return (self.blocks.shard + self.ends.shard) * self.bytes_per_gradient
 
     @property
-    def of_shard(self) -> int:
-        """Bytes on the device of one number of this rank's part of the gradients."""
+    def bytes_per_gradient(self) -> int:
+        """Bytes on the device of one element of this rank's shard of the gradients."""
         return 0 if self.layout.cpu_offload or not self.stays else FP32
 
 
 def _count_heads_in_flight(job: Job, layout: Layout, pp_rank: int) -> int:
-    """Count the microbatches between the output layer and the end of their backward.
-
-    All if forward passes come first, else one; the interleaved zero bubble delays the gradients of
-    weights by the rank's index.
-    """
-    if layout.pp > 1 and layout.schedule in ("gpipe", "looped_bfs"):
+    """Count the microbatches between the output layer and the end of their backward."""
+    if layout.pp > 1 and layout.schedule in ("gpipe", "looped_bfs"):  # all forwards come first
         return num_microbatches(job, layout)
-    delayed = layout.pp > 1 and layout.schedule == "interleaved_zero_bubble"
-    return min(1 + pp_rank, num_microbatches(job, layout)) if delayed else 1
+    if layout.pp > 1 and layout.schedule == "interleaved_zero_bubble":
+        # It delays the gradients of weights by the rank's index.
+        return min(1 + pp_rank, num_microbatches(job, layout))
+    return 1
 
 
 def _estimate_unreduced(rank: _Rank) -> int:
@@ -375,40 +358,41 @@ def _estimate_unreduced(rank: _Rank) -> int:
     return (rank.blocks.whole + rank.ends.whole) * rank.job.summed - rank.gradients
 
 
-def _estimate_moments(rank: _Rank) -> dict[str, float]:
-    """Return the bytes at all moments that may be the peak, without parameters and optimizer state.
-
-    Of the first backward, which starts without gradients, and of a later one.
-    """
-    moments = {"optimizer step": float(rank.gradients)}
-    passes = [_estimate_pass(rank, rank.held, before=0)]
+def _estimate_phases(rank: _Rank) -> dict[str, float]:
+    """Return the bytes of each phase of a step, without parameters and optimizer state."""
+    phases = {"optimizer step": float(rank.gradients)}
+    # The first backward starts without gradients, a later one with fewer activations.
+    passes = [_estimate_backward(rank, rank.held, before=0)]
     if rank.later:
         before = rank.gradients + _estimate_unreduced(rank)
-        passes.append(_estimate_pass(rank, min(rank.held, rank.later), before=before))
-    for found in passes:
-        moments |= {name: max(size, moments.get(name, 0.0)) for name, size in found.items()}
-    return moments
+        passes.append(_estimate_backward(rank, min(rank.held, rank.later), before=before))
+    for sizes in passes:
+        phases |= {name: max(size, phases.get(name, 0.0)) for name, size in sizes.items()}
+    return phases
 
 
-def _estimate_pass(rank: _Rank, held: float, *, before: int) -> dict[str, float]:
-    """Return the bytes at the moments of one backward that starts with `before` bytes of gradients.
+def _estimate_backward(rank: _Rank, held: float, *, before: int) -> dict[str, float]:
+    """Return the bytes of the phases of one backward that starts with `before` bytes of gradients.
 
     Existing gradients are accumulated into, so that only one weight's exists twice; that of a tied
     embedding waits until the embedding's own gradient exists.
     """
     one, shard = rank.activations, rank.sharding
     # The gradient of the output weight, or of the embedding.
-    words = rank.ends.largest * rank.job.itemsize
-    waits = words if rank.part.embedding and rank.job.config.tied else 0
-    block = rank.blocks.shard / rank.part.layers * rank.of_shard
-    head = rank.apart.shard * rank.of_shard if shard.head + shard.first else words
+    vocabulary = rank.ends.largest * rank.job.itemsize
+    waits = vocabulary if rank.part.embedding and rank.job.config.tied else 0
+    block = rank.blocks.shard / rank.part.layers * rank.bytes_per_gradient
+    is_separate = shard.head + shard.first > 0
+    head = rank.apart.shard * rank.bytes_per_gradient if is_separate else vocabulary
     at_start = before + waits if before else head
     at_end = before + waits if before else head + block * (rank.part.layers - 1)
     weight = rank.blocks.largest * rank.job.itemsize
-    of_block = rank.unit.whole * rank.job.itemsize if shard.scatter else weight
+    unreduced = rank.unit.whole * rank.job.itemsize if shard.scatter else weight
     computed = one.backward - one.saved + weight + rank.unpacked + shard.ends + shard.unit
     computed += 0.0 if rank.casts else rank.cast
     ahead = shard.ahead if rank.layers > 1 else 0
+    # Backward frees one block's activations after the other and, the first time, adds gradients:
+    # a middle block's peak is at one of its ends.
     second = rank.waiting(held, -1) + (at_start if before else at_start + block)
     last_but_one = rank.waiting(held - 1, 2) + (at_end if before else at_end - block)
     near = held * rank.layers * shard.near
@@ -417,7 +401,7 @@ def _estimate_pass(rank: _Rank, held: float, *, before: int) -> dict[str, float]
     # and there is this rank's part of the sum.
     of_head = rank.apart.whole * rank.job.itemsize + shard.head + shard.head_scatter
     of_head += rank.apart.shard * rank.job.summed
-    moments = {
+    phases = {
         "loss": (
             before + rank.waiting(held, 0) + rank.head.saved + rank.head.temporary
             + shard.ends + shard.head + near
@@ -433,13 +417,13 @@ def _estimate_pass(rank: _Rank, held: float, *, before: int) -> dict[str, float]
             at_end + rank.waiting(held - 1, 1) + computed + shard.scatter + shard.first
         ),
         "reduction of a block": (
-            at_end + rank.waiting(held - 1, 0) + of_block
+            at_end + rank.waiting(held - 1, 0) + unreduced
             + shard.ends + shard.unit + shard.scatter + shard.first
         ),
         "reduction of the ends": (
-            (before or at_end + block) + rank.waiting(held - 1, 0) + words + waits
+            (before or at_end + block) + rank.waiting(held - 1, 0) + vocabulary + waits
             + shard.ends + shard.first + shard.ends_scatter
         ),
     }  # fmt: skip
     heads = max(0, rank.heads - 1 - (before > 0)) * rank.head.saved
-    return {name: size + heads for name, size in moments.items()}
+    return {name: size + heads for name, size in phases.items()}

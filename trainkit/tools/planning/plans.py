@@ -54,7 +54,7 @@ class LayoutEstimate:
     Args:
         layout: The degrees.
         recompute: The recomputation mode.
-        why_not: The reason why it is impossible, or empty.
+        refusal: The reason why the layout is impossible or too large, or empty.
         memory: Of the rank with the highest peak; None if the model does not allow the layout.
         traffic: Transfers of one rank in a step.
         seconds: The estimated time of a step.
@@ -64,7 +64,7 @@ class LayoutEstimate:
 
     layout: Layout
     recompute: str
-    why_not: str
+    refusal: str
     memory: MemoryEstimate | None = None
     traffic: tuple[Transfer, ...] = ()
     seconds: TimeEstimate | None = None
@@ -73,8 +73,8 @@ class LayoutEstimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the layout is possible, and its peak within the memory."""
-        return not self.why_not
+        """Whether the layout is possible, and its peak within the device's memory."""
+        return not self.refusal
 
 
 def rank_layouts(
@@ -115,7 +115,7 @@ def rank_layouts(
         >>> from trainkit.tools.planning import get_hardware, list_layouts
         >>> job = Job(config=make_decoder_config("llama-3.1-8b"), row_length=8192, rows=16)
         >>> best, *_, worst = rank_layouts(job, list_layouts(8), get_hardware("h100"))
-        >>> best.fits, worst.why_not
+        >>> best.fits, worst.refusal
         (True, '... GiB (loss) exceed 71.1 GiB; most are optimizer: 59.8 GiB')
     """
     if not 0 < efficiency <= 1 or not 0 <= headroom < 1:
@@ -124,24 +124,18 @@ def rank_layouts(
             f"got {efficiency} and {headroom}"
         )
     usable = round(hardware.memory * (1 - headroom))
-    jobs = [attrs.evolve(job, recompute=policy) for policy in recompute]
-    plans = [
-        _estimate_layout(one, reducing, hardware, usable, efficiency)
-        for layout in layouts
-        for reducing in _list_reductions(job, layout, reduce)
-        for one in jobs
-    ]
-    return sorted(plans, key=_sort_key)
-
-
-def _list_reductions(
-    job: Job, layout: Layout, reduce: Sequence[Literal["last", "each"]] | None
-) -> list[Layout]:
-    """Return the layout with each value of `reduce`, or one if FSDP reduces once anyway."""
-    if reduce is None:
-        return [layout]
-    differ = layout.wrapped > 1 and num_microbatches(job, layout) > 1
-    return [attrs.evolve(layout, reduce=one) for one in (reduce if differ else reduce[:1])]
+    jobs = [attrs.evolve(job, recompute=mode) for mode in recompute]
+    estimates: list[LayoutEstimate] = []
+    for layout in layouts:
+        # With one microbatch, or without FSDP, gradients are reduced once anyway.
+        differ = layout.wrapped > 1 and num_microbatches(job, layout) > 1
+        values = [layout.reduce] if reduce is None else reduce if differ else reduce[:1]
+        estimates += [
+            _estimate_layout(one, attrs.evolve(layout, reduce=value), hardware, usable, efficiency)
+            for value in values
+            for one in jobs
+        ]
+    return sorted(estimates, key=_sort_key)
 
 
 def _rate_name(job: Job) -> str:
@@ -150,7 +144,7 @@ def _rate_name(job: Job) -> str:
 
 
 def _sort_key(one: LayoutEstimate) -> tuple[float, ...]:
-    """Fitting ones by time, then what is sent, then peak; too large ones by peak; others last."""
+    """Sort those that fit by time, traffic and peak, then too large ones by peak, then others."""
     peak = math.inf if one.memory is None else float(one.memory.peak)
     if not one.fits or one.seconds is None:
         return (True, 0.0, 0.0, peak)
@@ -160,37 +154,35 @@ def _sort_key(one: LayoutEstimate) -> tuple[float, ...]:
 def _estimate_layout(
     job: Job, layout: Layout, hardware: Hardware, usable: int, efficiency: float
 ) -> LayoutEstimate:
-    why_not = explain_refusal(job, layout)
-    if why_not is not None:
-        return LayoutEstimate(layout, job.recompute, why_not)
+    refusal = explain_refusal(job, layout)
+    if refusal is not None:
+        return LayoutEstimate(layout, job.recompute, refusal)
     memory = estimate_memory(job, layout, fused_norms=hardware.fused_norms)
+    refusal = ""
     if memory.peak > usable:
-        why_not = _explain_memory(memory, usable)
+        kinds = ["activations", "logits", "gathered", "buffers"]
+        if memory.between_steps:  # otherwise all of these are in host memory
+            kinds += ["parameters", "gradients"]
+        if memory.between_steps > memory.parameters:
+            kinds += ["optimizer"]
+        sizes = {kind: getattr(memory, kind) for kind in kinds}
+        largest = max(kinds, key=lambda kind: sizes[kind])
+        refusal = (
+            f"{_format_gib(memory.peak)} GiB ({memory.peak_phase}) exceed {_format_gib(usable)} "
+            f"GiB; most are {largest}: {_format_gib(sizes[largest])} GiB"
+        )
     seconds = estimate_seconds(job, layout, hardware, efficiency=efficiency)
-    whole = find_part(job, Layout(), 0)
-    flops = job.rows * _count_row_flops(job, whole)
+    # Of the full model once: repeated forward passes and idle experts do not count as use.
+    flops = job.rows * _count_row_flops(job, find_part(job, Layout(), 0))
     return LayoutEstimate(
         layout=layout,
         recompute=job.recompute,
-        why_not=why_not or "",
+        refusal=refusal,
         memory=memory,
         traffic=estimate_traffic(job, layout, pp_rank=memory.pp_rank),
         seconds=seconds,
         tokens_per_second=job.rows * job.row_length / seconds.step,
         utilization=flops / (seconds.step * hardware.flops[_rate_name(job)] * layout.world),
-    )
-
-
-def _explain_memory(memory: MemoryEstimate, usable: int) -> str:
-    kinds = ["activations", "logits", "gathered", "buffers"]
-    if memory.between:  # else all of these are in host memory
-        kinds += ["parameters", "gradients"]
-    if memory.between > memory.parameters:
-        kinds += ["optimizer"]
-    largest = max(kinds, key=lambda kind: getattr(memory, kind))
-    return (
-        f"{_format_gib(memory.peak)} GiB ({memory.moment}) exceed {_format_gib(usable)} GiB; most "
-        f"are {largest}: {_format_gib(getattr(memory, largest))} GiB"
     )
 
 
@@ -231,22 +223,33 @@ def estimate_seconds(
     rate = hardware.flops[_rate_name(job)] * efficiency
     busiest = max(range(layout.pp), key=lambda rank: _count_rank_flops(job, layout, rank))
     part = find_part(job, layout, busiest)
-    repeated_matmuls, repeated_attention = _estimate_repeated(job, layout, part)
+    # The fractions of the rank's matmuls, and of its attention, that are recomputed.
+    repeated_matmuls, repeated_attention = 0.0, 0.0
+    for count, experts in (part.experts, True), (part.layers - part.experts, False):
+        if count:
+            matmuls, attention = estimate_block(
+                job, layout, fused_norms=True, experts=experts
+            ).again
+            repeated_matmuls += count / part.layers * matmuls
+            repeated_attention += count / part.layers * attention
     once = _count_rank_flops(job, layout, busiest) / rate
     attention_once = _count_rank_flops(job, layout, busiest, products=False) / rate
     # Recomputation repeats the forward pass, a third of forward and backward.
     attention = (1 + repeated_attention / 3) * attention_once
     compute = (1 + repeated_matmuls / 3) * (once - attention_once) + attention
-    wires: dict[str, float] = {}
+    seconds: dict[str, float] = {}  # of communication, by axis
     for transfer in estimate_traffic(job, layout, pp_rank=busiest):
-        speed = _find_bandwidth(transfer.axis, layout, hardware)
+        # An axis is in one node if its ranks, with those of all axes inside it, are.
+        is_intra = _count_span(transfer.axis, layout) <= hardware.ranks_per_node
+        bandwidth = hardware.intra_node if is_intra else hardware.inter_node
+        # Attention overlaps the ring's messages, but not the sum of gradients at the end of a step.
         is_sync = transfer.axis in ("ring", "ulysses", "sp") and transfer.kind == "all_reduce"
-        wire = "sync" if is_sync else transfer.axis
-        wires[wire] = wires.get(wire, 0.0) + transfer.sent / speed
-    ring = wires.get("ring", 0.0)
+        axis = "sync" if is_sync else transfer.axis
+        seconds[axis] = seconds.get(axis, 0.0) + transfer.sent / bandwidth
+    ring = seconds.get("ring", 0.0)
     gradients = "fsdp", "expert_fsdp", "near", "dp_replicate"
-    data = sum(wires.get(axis, 0.0) for axis in gradients)
-    exposed = sum(wires[axis] for axis in wires if axis not in (*gradients, "ring"))
+    data = sum(seconds.get(axis, 0.0) for axis in gradients)
+    exposed = sum(seconds[axis] for axis in seconds if axis not in (*gradients, "ring"))
     exposed += max(0.0, ring - attention) + max(0.0, data - compute)
     overlap = min(ring, attention) + min(data, compute)
     exposed += 0.1 * overlap
@@ -255,17 +258,6 @@ def estimate_seconds(
     bubble = (compute + exposed) * (layout.pp - 1) / turns
     bubble /= 3 if SCHEDULES[layout.schedule].splits_backward else 1
     return TimeEstimate(compute + exposed + bubble, compute, exposed, hidden, bubble)
-
-
-def _estimate_repeated(job: Job, layout: Layout, part: Part) -> tuple[float, float]:
-    """Return the fractions of a rank's matmuls, and of its attention, that are recomputed."""
-    products, attention = 0.0, 0.0
-    for many, experts in (part.experts, True), (part.layers - part.experts, False):
-        if many:
-            again = estimate_block(job, layout, fused_norms=True, experts=experts).again
-            products += many / part.layers * again[0]
-            attention += many / part.layers * again[1]
-    return products, attention
 
 
 def _count_row_flops(job: Job, part: Part, *, products: bool = True) -> float:
@@ -278,7 +270,9 @@ def _count_row_flops(job: Job, part: Part, *, products: bool = True) -> float:
     lengths = np.array([length + (i < remainder) for i in range(job.documents)], dtype=np.int64)
     config = job.config
     head_dim = (config.head_size + config.value_size) / 2
-    plain = attrs.evolve(job, begins=(), frozen=frozenset())  # adapters are few, and not counted
+    plain = attrs.evolve(
+        job, plan_prefix=(), frozen=frozenset()
+    )  # adapters are few, and not counted
     blocks = compute_units(plain, Layout()).blocks(part.numbers).trained
     active = blocks.whole - part.experts * idle_parameters(config)
     active += part.head * config.vocab_size * config.width
@@ -307,22 +301,16 @@ def _count_rank_flops(job: Job, layout: Layout, pp_rank: int, *, products: bool 
     return rows * row / (layout.count("sp") * layout.tp)
 
 
-def _find_bandwidth(axis: str, layout: Layout, hardware: Hardware) -> float:
-    """Return the bandwidth of an axis: inside a node if it spans no more ranks than one has."""
-    inside = _count_span(axis, layout) <= hardware.ranks_per_node
-    return hardware.inside if inside else hardware.between
-
-
 def _count_span(axis: str, layout: Layout) -> int:
-    """Return among how many neighbouring ranks those of an axis lie."""
+    """Return the number of neighboring ranks that contain one group of an axis."""
     world, names = layout.axes["world"], layout.axes.get(axis, layout.axes["fsdp"])
-    *_, near = layout.expert_axes
-    whole = math.prod(layout.count(name) for name in names)
-    own = {near: layout.expert_axes[near], "near": layout.reshard_over}
-    left = own.get(axis, whole)
+    *_, innermost = layout.expert_axes
+    # These two span the innermost ranks of fsdp; "ep" or "expert_fsdp", as `ep_adjacent` says.
+    sizes = {innermost: layout.expert_axes[innermost], "near": layout.reshard_over}
+    remaining = sizes.get(axis, math.prod(layout.count(name) for name in names))
     *outer, name = names
-    while left > layout.count(name):
-        left = math.ceil(left / layout.count(name))
+    while remaining > layout.count(name):  # it fills this axis, and lies on the next one out
+        remaining = math.ceil(remaining / layout.count(name))
         *outer, name = outer
     inside = world[world.index(name) + 1 :]
-    return left * math.prod(layout.count(name) for name in inside)
+    return remaining * math.prod(layout.count(name) for name in inside)

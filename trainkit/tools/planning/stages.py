@@ -1,4 +1,4 @@
-"""Which part of a model a pipeline rank has, and what its sharding and its borders hold."""
+"""The part of the model on a pipeline rank, and the memory of its sharding and its borders."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ BUCKET = 2**24
 
 @attrs.frozen
 class Part:
-    """What a pipeline rank holds: some layers, perhaps the embedding, perhaps the output layer."""
+    """The part of a model on a pipeline rank: layers, and perhaps embedding and output layer."""
 
     numbers: tuple[int, ...]
-    """The numbers of the layers."""
+    """The indices of the layers."""
     embedding: bool
     head: bool
     experts: int = 0
-    """How many of the layers have experts."""
+    """The number of layers with experts."""
 
     @property
     def layers(self) -> int:
-        """How many layers there are."""
+        """The number of layers."""
         return len(self.numbers)
 
 
 def find_part(job: Job, layout: Layout, pp_rank: int) -> Part:
-    """Return what a pipeline rank holds, all of its stages together, as `split_layers` cuts it.
+    """Return the part of the model on a pipeline rank: all of its stages, as by `split_layers`.
 
     Examples:
         >>> from trainkit.models.decoder_sizes import make_decoder_config
@@ -45,25 +45,29 @@ def find_part(job: Job, layout: Layout, pp_rank: int) -> Part:
         [3, 3, 2]
     """
     if layout.pp == 1:
-        many = len(job.config.expert_layers)
-        every = tuple(range(job.config.layers))
-        return Part(every, embedding=True, head=True, experts=many)
-    holders = assign_stages(layout.schedule, layout.pp)
-    own = [stage for stage, rank in enumerate(holders) if rank == pp_rank]
-    ranges = _split_layers(job.config, len(holders))
-    layers = tuple(layer for stage in own for layer in ranges[stage])
-    many = len({*layers} & {*job.config.expert_layers})
-    return Part(layers, 0 in own, len(holders) - 1 in own, experts=many)
+        layers = tuple(range(job.config.layers))
+        experts = len(job.config.expert_layers)
+        return Part(layers, embedding=True, head=True, experts=experts)
+    rank_of_stage = assign_stages(layout.schedule, layout.pp)
+    stages = [stage for stage, rank in enumerate(rank_of_stage) if rank == pp_rank]
+    ranges = _split_layers(job.config, len(rank_of_stage))
+    layers = tuple(layer for stage in stages for layer in ranges[stage])
+    return Part(
+        layers,
+        embedding=0 in stages,
+        head=len(rank_of_stage) - 1 in stages,
+        experts=len({*layers} & {*job.config.expert_layers}),
+    )
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # asked for every layout, rank and formula, with few different answers
 def _split_layers(config: DecoderConfig, stages: int) -> list[range]:
     blocks, embedding, head = decoder_costs(config)
     return split_layer_ranges(blocks, stages, first=embedding, last=head)
 
 
 def get_ends(part: Part, units: Units, *, tied: bool) -> Params:
-    """Return what a rank owns besides its blocks; the last stage has a copy of a tied embedding."""
+    """Return a rank's parameters outside of blocks; the last stage copies a tied embedding."""
     first = units.embedding + units.positions if part.embedding else Params()
     last = units.norm if part.head else Params()
     if part.head and not (tied and part.embedding):
@@ -72,26 +76,26 @@ def get_ends(part: Part, units: Units, *, tied: bool) -> Params:
 
 
 def get_blocks(part: Part, units: Units) -> Params:
-    """Return what a rank owns of its blocks."""
+    """Return the parameters of a rank's blocks."""
     return units.blocks(part.numbers) + units.sharded_experts(part.numbers)
 
 
 def count_in_flight(job: Job, layout: Layout, pp_rank: int, *, split: float = 0) -> float:
-    """Return the most (stage, microbatch) pairs whose activations a rank holds at once.
+    """Return the maximum number of (stage, microbatch) pairs whose activations a rank holds.
 
-    All microbatches for GPipe and looped BFS; p - rank for 1F1B; its interleaved form holds more of
-    smaller stages (Narayanan et al., "Efficient large-scale language model training on GPU
-    clusters", 2021). Where backward is split, a pair whose gradient of the input has been sent
-    waits for its weights' gradients, and holds the gradients that these are made of as well (Qi et
-    al., "Zero bubble pipeline parallelism", 2023); how many do is read off torch's orders (from
-    2.11 on).
+    That is all microbatches for GPipe and looped BFS, and p - rank for 1F1B; its interleaved form
+    holds more of smaller stages (Narayanan et al., "Efficient large-scale language model training
+    on GPU clusters", 2021). With a split backward a pair still waits for its weights' gradients
+    after the gradient of the input has been sent, and holds output gradients as well (Qi et al.,
+    "Zero bubble pipeline parallelism", 2023). Their number is that in torch's orders (from 2.11
+    on).
 
     Args:
-        job: What is trained.
+        job: Model and training.
         layout: The degrees and the schedule.
-        pp_rank: Which rank it is.
-        split: What a pair that waits for its weights' gradients holds besides its activations, as a
-            part of them.
+        pp_rank: The pipeline rank.
+        split: Output gradients that a pair with a split backward holds, as a fraction of its
+            activations.
 
     Examples:
         >>> from trainkit.models.decoder_sizes import make_decoder_config
@@ -105,8 +109,9 @@ def count_in_flight(job: Job, layout: Layout, pp_rank: int, *, split: float = 0)
     p, v, m, rank = layout.pp, stages_per_rank(layout), num_microbatches(job, layout), pp_rank
     if p == 1:
         return 1
-    # How many pairs wait for a backward, and how many for their weights' gradients alone.
-    most = {
+    # Pairs that wait for their backward, and for their weights' gradients alone, at each moment
+    # that may be the maximum.
+    candidates = {
         "gpipe": [(m, 0)],
         "looped_bfs": [(v * m, 0)],
         "1f1b": [(p - rank, 0)],
@@ -116,27 +121,28 @@ def count_in_flight(job: Job, layout: Layout, pp_rank: int, *, split: float = 0)
         "dual_pipe_v": [(2 * p + 1, 0)],
     }
     return max(
-        min(whole + halves, v * m) + split * min(halves, v * m)
-        for whole, halves in most[layout.schedule]
+        min(full + halves, v * m) + split * min(halves, v * m)
+        for full, halves in candidates[layout.schedule]
     )
 
 
 @attrs.frozen
 class Sharding:
-    """Bytes that FSDP2 adds, and of gradients that are not scattered yet; zeros without it.
+    """Bytes of FSDP2's gathered parameters, and of gradients before their reduce-scatter.
 
     Args:
         ends: The gathered embedding, last norm and output layer, which stay from forward to the end
             of backward, since they are one unit.
         unit: One gathered block, with the experts of a rank of ep.
-        ahead: The blocks that are gathered meanwhile, without those unless `prefetch` asks for
-            them; none where FSDP only replicates.
-        scatter: What one reduce-scatter of a block, or of its experts, reads.
-        ends_scatter: What that of the ends reads; of the embedding, where the head is apart.
-        near: What `reshard_over` keeps of a block between its forward and its backward.
-        first: The gathered embedding, where it is a unit of its own and not among the ends.
-        head: The gathered last norm and output layer, where they are.
-        head_scatter: What their reduce-scatter reads.
+        ahead: The blocks that are gathered meanwhile, without experts unless `prefetch` includes
+            them; 0 if FSDP only replicates.
+        scatter: Input of the reduce-scatter of a block, or of its experts.
+        ends_scatter: Input of the reduce-scatter of the ends, or of the embedding if it is a
+            separate unit.
+        near: The shard of a block that `reshard_over` keeps between its forward and its backward.
+        first: The gathered embedding, if it is a separate unit.
+        head: The gathered last norm and output layer, if they are a separate unit.
+        head_scatter: Input of their reduce-scatter.
     """
 
     ends: int = 0
@@ -151,10 +157,10 @@ class Sharding:
 
 
 def estimate_sharding(job: Job, layout: Layout, *, part: Part) -> Sharding:
-    """Return what FSDP2 gathers: a block at a time and the next one ahead, and the ends all along.
+    """Estimate the bytes that FSDP2 gathers: a block and the next one at a time, the ends always.
 
-    Zhao et al., "PyTorch FSDP" (2023). With one data-parallel rank there is no FSDP, and
-    the copies that `precision` casts live until the microbatch is done.
+    Zhao et al., "PyTorch FSDP" (2023). With one data-parallel rank there is no FSDP, and the copies
+    that `precision` casts live until the end of the microbatch.
 
     Examples:
         >>> from trainkit.models.decoder_sizes import make_decoder_config
@@ -170,19 +176,21 @@ def estimate_sharding(job: Job, layout: Layout, *, part: Part) -> Sharding:
         cast = item if job.precision.compute != job.precision.storage else 0
         return Sharding(ends=(ends.trained.whole + ends.frozen.whole) * cast)
     kinds = [layer for layer, _ in units.counts(part.numbers)]
-    stay = 0 if reshards(layout) else blocks.gathered(item)
-    block = 0 if stay else max(x.block.gathered(item) for x in kinds)
+    # Without resharding all blocks stay gathered to the end, and none is gathered again.
+    resident = 0 if reshards(layout) else blocks.gathered(item)
+    block = 0 if resident else max(x.block.gathered(item) for x in kinds)
     unit = block and block + max(x.sharded_experts.gathered(item) for x in kinds)
-    others = part.layers // stages_per_rank(layout) - 1
-    prefetched = min(layout.prefetch, others) * unit
+    other_blocks = part.layers // stages_per_rank(layout) - 1
+    prefetched = min(layout.prefetch, other_blocks) * unit
     scattered = (y.trained.gathered for x in kinds for y in (x.block, x.sharded_experts))
     first, last = separate_units(job, layout, part=part)
+    is_separate = first + last != Params()
     return Sharding(
-        ends=stay if first + last != Params() else ends.gathered(item) + stay,
+        ends=resident if is_separate else ends.gathered(item) + resident,
         unit=unit,
         ahead=(prefetched or block) if layout.count("fsdp") > 1 else 0,
         scatter=max(scattered) * job.summed,
-        ends_scatter=(first if first + last != Params() else ends).trained.gathered * job.summed,
+        ends_scatter=(first if is_separate else ends).trained.gathered * job.summed,
         near=block // layout.reshard_over if layout.reshard_over else 0,
         first=first.gathered(item),
         head=last.gathered(item),
@@ -210,11 +218,11 @@ def separate_units(job: Job, layout: Layout, *, part: Part) -> tuple[Params, Par
 def estimate_buffers(job: Job, layout: Layout, pp_rank: int) -> int:
     """Return the bytes of communication buffers that live through a step.
 
-    The ring holds two blocks of keys and values, the present and the next one, in backward as many
+    The ring holds two blocks of keys and values, the current and the next one, in backward as many
     of their gradients in fp32, and an fp32 sum of the queries' gradients (or of the output). The
-    pipeline stages of torch (from 2.11 on) hold a receiving buffer for every microbatch of a step
-    and each of their boundaries; schedules with several stages on a rank also hold what was sent
-    across them until the step ends.
+    pipeline stages of torch (from 2.11 on) hold a receive buffer for every microbatch of a step and
+    each of their boundaries. With several stages on a rank they also hold all sent tensors until
+    the step ends.
 
     Examples:
         >>> from trainkit.models.decoder_sizes import make_decoder_config
@@ -233,12 +241,12 @@ def estimate_buffers(job: Job, layout: Layout, pp_rank: int) -> int:
 
 
 def pipeline_borders(layout: Layout, pp_rank: int) -> int:
-    """Return how many borders a rank's stages have with stages of other ranks.
+    """Count the borders between a rank's stages and stages of other ranks.
 
     Examples:
         >>> layout = Layout(pp=3, schedule="dual_pipe_v")
         >>> [pipeline_borders(layout, rank) for rank in range(3)]
         [2, 4, 2]
     """
-    holders = assign_stages(layout.schedule, layout.pp)
-    return sum(a != b and pp_rank in (a, b) for a, b in pairwise(holders))
+    rank_of_stage = assign_stages(layout.schedule, layout.pp)
+    return sum(a != b and pp_rank in (a, b) for a, b in pairwise(rank_of_stage))

@@ -1,4 +1,4 @@
-"""Plans as a table for a terminal: the best first, and in one line each what does not fit."""
+"""Format estimates as a table: those that fit, best first, then the others with their reasons."""
 
 from __future__ import annotations
 
@@ -8,22 +8,34 @@ from collections.abc import Sequence
 from trainkit.tools.planning.plans import LayoutEstimate
 
 _HEADER = (
-    *("layout", "recompute", "reduce", "peak GiB", "params", "grads", "optim", "activ.", "logits"),
-    *("gathered", "sent GB", "step s", "tokens/s", "util."),
+    "layout",
+    "recompute",
+    "reduce",
+    "peak GiB",
+    "params",
+    "grads",
+    "optim",
+    "activ.",
+    "logits",
+    "gathered",
+    "sent GB",
+    "step s",
+    "tokens/s",
+    "util.",
 )
 
 
 def format_estimates(plans: Sequence[LayoutEstimate], *, limit: int | None = 10) -> str:
-    """Return plans as a table: those that fit, then those that do not and why.
+    """Format estimates as a table: those that fit, then those that do not, with reasons.
 
-    Memory is of the rank that needs most, in GiB; the columns are the largest of each kind, the
-    peak is less than their sum. Where something is offloaded a column shows what the host holds.
-    Sent is what one rank sends in a step, in GB.
+    Memory is that of the rank with the highest peak, in GiB. The columns are the maxima of each
+    kind, so the peak is less than their sum. With offloading there is a column of host memory. Sent
+    is what one rank sends in a step, in GB.
 
     Args:
         plans: From `rank_layouts`, best first.
-        limit: How many to show of those that fit, of those that do not, and of the reasons why the
-            rest is impossible; None for all.
+        limit: The maximum number of estimates that fit, of those that do not, and of reasons why
+            the rest is impossible; None for all.
 
     Examples:
         >>> from trainkit.models.decoder_sizes import make_decoder_config
@@ -35,66 +47,65 @@ def format_estimates(plans: Sequence[LayoutEstimate], *, limit: int | None = 10)
     """
     fitting = [one for one in plans if one.fits]
     large = [one for one in plans if not one.fits and one.memory is not None]
-    impossible = Counter(one.why_not for one in plans if one.memory is None)
-    lines = _columns(_rows(fitting[:limit])) if fitting else ["nothing fits"]
-    lines += _more(len(fitting), limit, "that fit")
+    impossible = Counter(one.refusal for one in plans if one.memory is None)
+    lines = ["nothing fits"]
+    if fitting:
+        rows = [_HEADER, *map(_format_row, fitting[:limit])]
+        host = [one.memory.host for one in fitting[:limit] if one.memory is not None]
+        if any(host):
+            cells = ["host", *(_format_number(size / 2**30) for size in host)]
+            rows = [(*row[:4], cell, *row[4:]) for row, cell in zip(rows, cells, strict=True)]
+        lines = _align_columns(rows)
+    lines += _count_hidden(len(fitting), limit, "that fit")
     if large:
         lines += ["", "does not fit:"]
-        lines += _columns([(*_choices(one), one.why_not) for one in large[:limit]])
-        lines += _more(len(large), limit, "that do not fit")
+        lines += _align_columns([(*_get_flags(one), one.refusal) for one in large[:limit]])
+        lines += _count_hidden(len(large), limit, "that do not fit")
     if impossible:
         lines += ["", "not possible:"]
-        lines += [f"  {count} x  {why}" for why, count in impossible.most_common(limit)]
-        lines += _more(len(impossible), limit, "reasons")
+        lines += [f"  {count} x  {reason}" for reason, count in impossible.most_common(limit)]
+        lines += _count_hidden(len(impossible), limit, "reasons")
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _more(count: int, limit: int | None, what: str) -> list[str]:
-    return [] if limit is None or count <= limit else [f"  ... and {count - limit} more {what}"]
+def _count_hidden(count: int, limit: int | None, noun: str) -> list[str]:
+    return [] if limit is None or count <= limit else [f"  ... and {count - limit} more {noun}"]
 
 
-def _rows(plans: Sequence[LayoutEstimate]) -> list[tuple[str, ...]]:
-    rows = [_HEADER, *map(_row, plans)]
-    host = [one.memory.host for one in plans if one.memory is not None]
-    if not any(host):
-        return rows
-    column = ["host", *(_figure(size / 2**30) for size in host)]
-    return [(*row[:4], cell, *row[4:]) for row, cell in zip(rows, column, strict=True)]
-
-
-def _choices(one: LayoutEstimate) -> tuple[str, str, str]:
-    """Return the flags of a recipe for this plan: degrees, --recompute and --reduce."""
+def _get_flags(one: LayoutEstimate) -> tuple[str, str, str]:
+    """Return the flags of a recipe for an estimate: degrees, --recompute and --reduce."""
     return str(one.layout), one.recompute, one.layout.reduce
 
 
-def _row(one: LayoutEstimate) -> tuple[str, ...]:
-    assert one.memory is not None
-    assert one.seconds is not None
+def _format_row(one: LayoutEstimate) -> tuple[str, ...]:
     memory = one.memory
-    sizes = (
-        *(memory.peak, memory.parameters, memory.gradients, memory.optimizer),
-        *(memory.activations, memory.logits, memory.gathered),
-    )
-    sent = sum(transfer.sent for transfer in one.traffic)
+    assert memory is not None
+    assert one.seconds is not None
     return (
-        *_choices(one),
-        *(_figure(size / 2**30) for size in sizes),
-        _figure(sent / 1e9),
-        _figure(one.seconds.step),
+        *_get_flags(one),
+        _format_number(memory.peak / 2**30),
+        _format_number(memory.parameters / 2**30),
+        _format_number(memory.gradients / 2**30),
+        _format_number(memory.optimizer / 2**30),
+        _format_number(memory.activations / 2**30),
+        _format_number(memory.logits / 2**30),
+        _format_number(memory.gathered / 2**30),
+        _format_number(sum(transfer.sent for transfer in one.traffic) / 1e9),
+        _format_number(one.seconds.step),
         f"{one.tokens_per_second:,.0f}",
         f"{one.utilization:.0%}".replace("%", " %"),
     )
 
 
-def _figure(x: float) -> str:
-    """Three digits at least, and no exponent: 0.0123, 1.23, 123."""
+def _format_number(x: float) -> str:
+    """Format with three digits or more, without an exponent: 0.0123, 1.23, 123."""
     if x == 0 or x >= 100:
         return f"{x:.0f}"
     return f"{x:.1f}" if x >= 10 else f"{x:.3g}"
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align texts to the left and figures to the right."""
+def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Align the flags to the left, and so the reasons behind them; numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

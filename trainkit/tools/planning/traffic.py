@@ -38,15 +38,13 @@ class Transfer:
     """The calls of one kind that one rank makes on one axis in a step.
 
     Args:
-        axis: The axis; "fsdp" is dp_shard with those of ring and ulysses that `fold_sp` names,
-            "sp" is ring x ulysses, "expert_fsdp" what ep leaves of fsdp, "near" the part of fsdp
-            that `reshard_over` says.
-        size: Its ranks.
+        axis: The axis. "fsdp" is dp_shard, and ring and ulysses as `fold_sp` says, "sp" is ring x
+            ulysses, "expert_fsdp" is fsdp / ep, "near" the part of fsdp in `reshard_over`.
+        size: The number of its ranks.
         kind: The collective.
-        count: Calls.
-        bytes: Bytes of the whole tensors that the calls are about, added up: what is summed or
-            sent, what an all-gather gives, what a reduce-scatter takes. The same as in the ledger
-            of `testing.count_collectives`.
+        count: The number of calls.
+        bytes: Bytes of the full tensors of all calls: those that are summed or sent, the output of
+            an all-gather, the input of a reduce-scatter, as in `testing.count_collectives`.
 
     Examples:
         >>> Transfer("tp", 4, "all_reduce", 1, 1000).sent
@@ -64,6 +62,7 @@ class Transfer:
         """The bytes that leave the rank, with ring algorithms (Patarasuk and Yuan, 2009)."""
         if self.kind == "send":
             return float(self.bytes)
+        # A ring all-reduce is a reduce-scatter and an all-gather.
         once = self.bytes * (self.size - 1) / self.size
         return 2 * once if self.kind == "all_reduce" else once
 
@@ -96,52 +95,55 @@ def estimate_traffic(job: Job, layout: Layout, *, pp_rank: int = 0) -> tuple[Tra
 def _estimate_fsdp(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     """FSDP2: blocks are gathered for forward and again for backward, the ends once.
 
-    So are the experts of a rank of ep, over expert_fsdp. Gradients are scattered once per step, or
-    with every microbatch; replicas sum their shards once. Where FSDP only replicates, it still
-    sums. A number for each parameter says on how many ranks it has a gradient.
+    The experts of a rank of ep are gathered likewise over expert_fsdp. Gradients are scattered once
+    per step, or with every microbatch. Replicas sum their shards once.
     """
     part, units = find_part(job, layout, pp_rank), compute_units(job, layout)
     ends, turns = get_ends(part, units, tied=job.config.tied), num_microbatches(job, layout)
     scatters = turns if layout.reduce == "each" else 1
     times = 2 if reshards(layout) else 1
+    # With `reshard_over` blocks are gathered for backward over the axis "near" alone.
     far = 1 if layout.reshard_over else times
     first, last = separate_units(job, layout, part=part)
+    # Units with their number, and how often a microbatch gathers each.
     around = [(first, 1, times), (last, 1, 1)] if first + last != Params() else [(ends, 1, 1)]
-    near, counts = layout.expert_axes["expert_fsdp"], units.counts(part.numbers)
-    of_blocks = [(x.block, many, far) for x, many in counts]
-    for axis, size, parts in (
-        ("fsdp", layout.count("fsdp"), [*of_blocks, *around]),
-        ("expert_fsdp", near, [(x.sharded_experts, many, times) for x, many in counts]),
+    counts = units.counts(part.numbers)
+    blocks = [(x.block, count, far) for x, count in counts]
+    experts = [(x.sharded_experts, count, times) for x, count in counts]
+    for axis, size, gathered in (
+        ("fsdp", layout.count("fsdp"), [*blocks, *around]),
+        ("expert_fsdp", layout.expert_axes["expert_fsdp"], experts),
     ):
-        yield _estimate_gathers(job, (axis, size), parts, turns)
-        own = sum((each * many for each, many, _ in parts), Params()).trained
-        calls = sum(many for each, many, _ in parts if each.trained != Sizes())
+        yield _estimate_gathers(job, axis, size, gathered, turns)
+        own = sum((unit * count for unit, count, _ in gathered), Params()).trained
+        calls = sum(count for unit, count, _ in gathered if unit.trained != Sizes())
         scattered = scatters * own.gathered * job.summed
         yield Transfer(axis, size, "reduce_scatter", scatters * calls, scattered)
-        # In fp64: which parameters have gradients, and two sums that tell the order of the units.
+        # In fp64: for each parameter the number of ranks on which it has a gradient, and two sums
+        # that show whether all ranks have the same order of units.
         flags = own.tensors * _FP64
         yield Transfer(axis, size, "all_reduce", int(calls > 0), flags + 2 * _FP64 * (calls > 0))
         data, calls = own.shard * job.summed + flags, calls + (calls > 0)
         yield Transfer("dp_replicate", layout.dp_replicate, "all_reduce", calls, data)
-    again = [(each, many, times - far) for each, many, _ in of_blocks]
-    yield _estimate_gathers(job, ("near", layout.reshard_over), again, turns)
+    again = [(unit, count, times - far) for unit, count, _ in blocks]
+    yield _estimate_gathers(job, "near", layout.reshard_over, again, turns)
 
 
 def _estimate_gathers(
-    job: Job, over: tuple[str, int], units: Sequence[tuple[Params, int, int]], turns: int
+    job: Job, axis: str, size: int, units: Sequence[tuple[Params, int, int]], turns: int
 ) -> Transfer:
-    """Return the gathers of some units over an axis of a size: each, how many, and how often."""
-    parts = [(each, many * often) for each, many, often in units if each != Params()]
-    data = sum(each.gathered(job.itemsize) * calls for each, calls in parts)
-    calls = sum(calls for _, calls in parts)
-    return Transfer(*over, "all_gather", turns * calls, turns * data)
+    """Return the all-gathers of some units (parameters, number, times per microbatch)."""
+    calls = sum(count * times for unit, count, times in units if unit != Params())
+    data = sum(unit.gathered(job.itemsize) * count * times for unit, count, times in units)
+    return Transfer(axis, size, "all_gather", turns * calls, turns * data)
 
 
 def _estimate_expert_parallel(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     """Expert parallelism: rows are dispatched to their experts and combined, balanced over ranks.
 
-    In forward, in backward, and in a repeated forward pass unless they are saved; before each
-    dispatch, ranks exchange the numbers of rows (Lepikhin et al., "GShard", 2020).
+    That happens in forward, in backward, and in a repeated forward pass unless its results are
+    saved. Before each dispatch ranks exchange the numbers of rows (Lepikhin et al., "GShard",
+    2020).
     """
     experts = job.config.experts
     if experts is None:
@@ -149,9 +151,8 @@ def _estimate_expert_parallel(job: Job, layout: Layout, pp_rank: int) -> Iterato
     runs = find_part(job, layout, pp_rank).experts * num_microbatches(job, layout)
     mode = read_mode(job.recompute)
     forwards = 1 if mode is None or "exchanges" in mode.every else 2
-    exchanges = 2 * (1 + forwards)
+    exchanges = 2 * (1 + forwards)  # dispatch and combine, of each forward and of backward
     rows = tokens_per_microbatch(job, layout) // layout.tp * experts.chosen
-    # Each forward also exchanges the number of rows for each expert.
     data = exchanges * rows * job.config.width * job.itemsize + forwards * experts.count * _INT64
     yield Transfer("ep", layout.ep, "all_to_all", runs * (exchanges + forwards), runs * data)
 
@@ -159,35 +160,37 @@ def _estimate_expert_parallel(job: Job, layout: Layout, pp_rank: int) -> Iterato
 def _estimate_tensor_parallel(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     """Tensor parallelism with sequence-parallel norms (Korthikanti et al. 2022, section 4.2).
 
-    Each block gathers its hidden states T x D twice and scatters sums twice in forward, and the
-    other way round in backward; what is computed again in backward is gathered again. Latent
-    attention gathers its latents in their place. An expert layer gathers and scatters nothing; its
-    gradients, like those of norms and of what makes latents, are summed once per step. The fused
-    loss sums one number per token, and then two; for the plain one logits are gathered.
+    Each block gathers its hidden states T x D twice and scatters sums twice in forward, and vice
+    versa in backward; what is recomputed is gathered again. Latent attention gathers its latents in
+    their place. An expert layer gathers and scatters nothing; its gradients, like those of norms
+    and of projections to latents, are summed once per step. The fused loss sums one number per
+    token, and then two; the plain one gathers logits.
     """
     part, turns = find_part(job, layout, pp_rank), num_microbatches(job, layout)
     tokens, config = tokens_per_microbatch(job, layout), job.config
     forwards = 1 if job.recompute == "none" else 2
-    dense, entering = part.layers - part.experts, list_attention_inputs(config)
-    enters = turns * part.layers, turns * part.layers * len(entering)
-    whole = turns * (part.layers + dense * (1 + forwards) + part.embedding + part.head)
-    columns = enters[0] * forwards * sum(entering) + whole * config.width
-    plain = turns * part.head if job.loss == "plain" else 0  # whose logits are gathered
-    columns += plain * config.vocab_size
-    calls = enters[1] * forwards + whole + plain
+    dense, attention_inputs = part.layers - part.experts, list_attention_inputs(config)
+    # Calls, and columns, of one pass over the inputs of all attention layers.
+    input_calls = turns * part.layers * len(attention_inputs)
+    input_columns = turns * part.layers * sum(attention_inputs)
+    hidden_calls = turns * (part.layers + dense * (1 + forwards) + part.embedding + part.head)
+    plain_calls = turns * part.head if job.loss == "plain" else 0
+    calls = input_calls * forwards + hidden_calls + plain_calls
+    columns = input_columns * forwards + hidden_calls * config.width
+    columns += plain_calls * config.vocab_size
     yield Transfer("tp", layout.tp, "all_gather", calls, columns * tokens * job.itemsize)
-    # The last product of a block is not computed again: nothing behind it waits for it.
-    whole = turns * (part.layers * forwards + 2 * dense + part.embedding + part.head)
-    columns = enters[0] * sum(entering) + whole * config.width
-    calls = enters[1] + whole
+    # The last matmul of a block is not recomputed: no later backward needs its output.
+    hidden_calls = turns * (part.layers * forwards + 2 * dense + part.embedding + part.head)
+    calls = input_calls + hidden_calls
+    columns = input_columns + hidden_calls * config.width
     yield Transfer("tp", layout.tp, "reduce_scatter", calls, columns * tokens * job.itemsize)
-    # Flat buffers with these gradients, and for each parameter whether it has one.
+    # Flat buffers of the gradients of replicated parameters, and a flag for each parameter.
     units = compute_units(job, layout)
-    held = units.whole(part.numbers) + units.norm * part.head + units.positions * part.embedding
-    own = held.trained
+    replicated = units.whole(part.numbers)
+    own = (replicated + units.norm * part.head + units.positions * part.embedding).trained
     calls = math.ceil(own.shard / BUCKET)
     yield Transfer("tp", layout.tp, "all_reduce", calls, (own.shard + own.tensors) * FP32)
-    if not plain:
+    if not plain_calls:
         turns *= part.head
         calls = 2 * turns * math.ceil(tokens / count_chunk_tokens(job, layout))
         yield Transfer("tp", layout.tp, "all_reduce", calls, 3 * tokens * turns * FP32)
@@ -215,24 +218,22 @@ def _estimate_sequence(job: Job, layout: Layout, pp_rank: int) -> Iterator[Trans
 
 
 def _estimate_sequence_gradients(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
-    """`sync_sp_grads` over the sequence's ranks that `fold_sp` leaves: flat buffers, once a step.
-
-    And a number for each parameter, which says whether it has a gradient.
-    """
+    """`sync_sp_grads` over the axes of sp that FSDP does not reduce: flat buffers, once a step."""
     part, units = find_part(job, layout, pp_rank), compute_units(job, layout)
     own = (get_blocks(part, units) + get_ends(part, units, tied=job.config.tied)).trained
-    long = [name for name in layout.axes["sp_unfolded"] if layout.count(name) > 1]
-    axis = long[0] if len(long) == 1 else "sp"
+    names = [name for name in layout.axes["sp_unfolded"] if layout.count(name) > 1]
+    axis = names[0] if len(names) == 1 else "sp"
     calls = math.ceil(own.shard / BUCKET)
+    # The buffers end with a flag for each parameter: whether it has a gradient.
     yield Transfer(
         axis, layout.count("sp_unfolded"), "all_reduce", calls, (own.shard + own.tensors) * FP32
     )
 
 
 def _estimate_pipeline(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
-    """Each microbatch's hidden states go on, and their gradients back, at every stage's borders.
+    """A pipeline: each microbatch's hidden states, and their gradients back, at every border.
 
-    With experts so does what their routers have counted, `types.RoutedOutput`.
+    With experts, the sums of their routers (`types.RoutedOutput`) travel with them.
     """
     borders = pipeline_borders(layout, pp_rank)
     sends = num_microbatches(job, layout) * borders
@@ -244,7 +245,7 @@ def _estimate_pipeline(job: Job, layout: Layout, pp_rank: int) -> Iterator[Trans
 
 
 def list_attention_inputs(config: DecoderConfig) -> list[int]:
-    """Return the columns of what tensor parallelism gathers for attention, a number for each call.
+    """List the columns of the inputs of attention that tensor parallelism gathers, one per call.
 
     Examples:
         >>> from trainkit.models.decoder_sizes import make_decoder_config

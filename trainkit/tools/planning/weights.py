@@ -1,4 +1,4 @@
-"""Elements and bytes of a decoder's parameters on a rank, by parts of the model."""
+"""Count the elements of a decoder's parameters on a rank, by part of the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Sizes:
         shard: Elements of the first rank of FSDP, which has the largest shard.
         tensors: Number of parameters.
         largest: Elements of the largest one.
-        short: Elements of the shard in vectors, or in rows that blocks of moments in 8 bits do not
+        short: Elements of the shard in vectors, or in rows that the blocks of 8-bit moments do not
             divide.
     """
 
@@ -45,22 +45,22 @@ class Sizes:
 
     def __add__(self, other: Sizes) -> Sizes:
         return Sizes(
-            self.whole + other.whole,
-            self.gathered + other.gathered,
-            self.shard + other.shard,
-            self.tensors + other.tensors,
-            max(self.largest, other.largest),
-            self.short + other.short,
+            whole=self.whole + other.whole,
+            gathered=self.gathered + other.gathered,
+            shard=self.shard + other.shard,
+            tensors=self.tensors + other.tensors,
+            largest=max(self.largest, other.largest),
+            short=self.short + other.short,
         )
 
     def __mul__(self, times: int) -> Sizes:
         return Sizes(
-            self.whole * times,
-            self.gathered * times,
-            self.shard * times,
-            self.tensors * times,
-            self.largest if times else 0,
-            self.short * times,
+            whole=self.whole * times,
+            gathered=self.gathered * times,
+            shard=self.shard * times,
+            tensors=self.tensors * times,
+            largest=self.largest if times else 0,
+            short=self.short * times,
         )
 
 
@@ -89,11 +89,11 @@ class Params:
         return Params(self.trained * times, self.frozen * times, self.packed * times)
 
     def nbytes(self, itemsize: int) -> int:
-        """Return the bytes of this rank's shard where a number takes `itemsize` of them."""
+        """Return the bytes of this rank's shard, with `itemsize` bytes an element."""
         return (self.trained.shard + self.frozen.shard) * itemsize + self.packed.shard
 
     def gathered(self, itemsize: int) -> int:
-        """Return the bytes of all of it where a number takes `itemsize` of them."""
+        """Return the bytes after an all-gather, with `itemsize` bytes an element."""
         return (self.trained.gathered + self.frozen.gathered) * itemsize + self.packed.gathered
 
 
@@ -103,7 +103,7 @@ class Layer:
 
     Args:
         block: All but experts that are sharded over ep.
-        sharded_experts: The experts of a rank of ep; nothing without ep.
+        sharded_experts: The experts of a rank of ep; empty without ep.
         whole: Parameters that tensor parallelism replicates, and whose gradients it all-reduces:
             norms, a bias of the output, projections to latents, one of an adapter's two matrices,
             experts.
@@ -119,12 +119,12 @@ class Units:
     """The parameters of a model's parts.
 
     Args:
-        layers: The kinds of blocks that there are.
-        kinds: Of which kind each block is.
+        layers: The distinct blocks.
+        kinds: For each block the index of its kind in `layers`.
         embedding: The embedding.
-        positions: Learned positions; nothing if there are none.
+        positions: Learned positions, or empty.
         norm: The last norm.
-        head: The output layer; nothing if it is the embedding.
+        head: The output layer; empty if it is tied to the embedding.
     """
 
     layers: tuple[Layer, ...]
@@ -136,44 +136,44 @@ class Units:
 
     @property
     def first_trained(self) -> int:
-        """The number of the first block that a gradient reaches; how many there are, if none."""
+        """The index of the first block that a gradient reaches, or the number of blocks."""
         if (self.embedding + self.positions).trained.whole:
             return 0
-        trained = [bool((x.block + x.sharded_experts).trained.whole) for x in self.layers]
-        return next((i for i, kind in enumerate(self.kinds) if trained[kind]), len(self.kinds))
+        is_trained = [bool((x.block + x.sharded_experts).trained.whole) for x in self.layers]
+        return next((i for i, kind in enumerate(self.kinds) if is_trained[kind]), len(self.kinds))
 
     def counts(self, numbers: Sequence[int]) -> list[tuple[Layer, int]]:
-        """Return the kinds of some blocks, each with its number."""
-        found = Counter(self.kinds[number] for number in numbers)
-        return [(self.layers[kind], many) for kind, many in found.items()]
+        """Return the distinct blocks among some, each with its count."""
+        counts = Counter(self.kinds[number] for number in numbers)
+        return [(self.layers[kind], count) for kind, count in counts.items()]
 
     def blocks(self, numbers: Sequence[int]) -> Params:
         """Return some blocks, without experts that are sharded over ep."""
-        return sum((layer.block * many for layer, many in self.counts(numbers)), Params())
+        return sum((layer.block * count for layer, count in self.counts(numbers)), Params())
 
     def sharded_experts(self, numbers: Sequence[int]) -> Params:
         """Return the experts of some blocks that are sharded over ep."""
-        return sum((layer.sharded_experts * many for layer, many in self.counts(numbers)), Params())
+        counts = self.counts(numbers)
+        return sum((layer.sharded_experts * count for layer, count in counts), Params())
 
     def whole(self, numbers: Sequence[int]) -> Params:
         """Return the parameters of some blocks that tensor parallelism replicates."""
-        return sum((layer.whole * many for layer, many in self.counts(numbers)), Params())
+        return sum((layer.whole * count for layer, count in self.counts(numbers)), Params())
 
 
 _Parameter = tuple[str, tuple[int, ...], Kind]
-_OfJob = tuple[DecoderConfig, tuple[ModelTransform, ...], frozenset[str]]
+_ModelKey = tuple[DecoderConfig, tuple[ModelTransform, ...], frozenset[str]]
 
 
 def compute_units(job: Job, layout: Layout) -> Units:
     """Return the sizes of a model's parts in a layout, exact to the element.
 
     Tensor parallelism divides the rows of wq, wk, wv, wkv, gate, up, embedding and head, and the
-    columns of wo and down (Shoeybi et al., "Megatron-LM", 2019), and an adapter as its matrix: of B
-    the rows, or of A the columns. FSDP2 cuts what is left along its first dimension, in parts of
-    which the first are the larger ones (ZeRO stage 3: Rajbhandari et al., "ZeRO", 2020). Expert
-    layers, and what makes latents, are whole for tensor parallelism. Without ep their experts are
-    cut with the rest of the block, a whole expert at least; with it those of a rank are cut over
-    expert_fsdp, as `parallel.fsdp` says.
+    columns of wo and down (Shoeybi et al., "Megatron-LM", 2019), and an adapter like its matrix:
+    the rows of B, or the columns of A. It replicates expert layers and projections to latents.
+    FSDP2 shards the results along their first dimension, with the larger shards first (ZeRO stage
+    3: Rajbhandari et al., "ZeRO", 2020). Without ep experts are sharded with their block, by whole
+    experts; with it those of a rank are sharded over expert_fsdp, as in `parallel.fsdp`.
 
     Examples:
         >>> from trainkit.models.decoder_sizes import make_decoder_config
@@ -181,21 +181,21 @@ def compute_units(job: Job, layout: Layout) -> Units:
         >>> compute_units(job, Layout(dp_shard=2)).embedding.trained
         Sizes(whole=33152, gathered=33280, shard=16640, tensors=1, largest=33152, short=16640)
     """
-    of_job = job.config, job.begins, job.frozen
-    return _compute_units(of_job, layout.tp, layout.count("fsdp"), layout.ep)
+    key = job.config, job.plan_prefix, job.frozen
+    return _compute_units(key, layout.tp, layout.count("fsdp"), layout.ep)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=16)  # making the model with its adapters is slow
 def _list_parameters(
-    config: DecoderConfig, begins: tuple[ModelTransform, ...], frozen: frozenset[str]
+    config: DecoderConfig, plan_prefix: tuple[ModelTransform, ...], frozen: frozenset[str]
 ) -> tuple[_Parameter, ...]:
-    """Return all parameters of the whole model: of adapters too, and of codes the bytes."""
-    if not begins:
+    """List all parameters of the full model: adapters too, and quantized ones as bytes."""
+    if not plan_prefix:
         shapes = parameter_shapes(config)
         return tuple((x, shapes[x], "frozen" if x in frozen else "trained") for x in shapes)
     with torch.device("meta"):
         model: nn.Module = Decoder(config)
-        for transform in begins:
+        for transform in plan_prefix:
             model = transform(model, solo_parallel())
     return tuple(
         (name, tuple(p.shape), get_kind(p.detach() if name in frozen else p))
@@ -204,71 +204,96 @@ def _list_parameters(
 
 
 @lru_cache(maxsize=256)
-def _compute_units(of_job: _OfJob, tp: int, fsdp: int, ep: int) -> Units:
-    config = of_job[0]
-    wide = config.qk_norm == "wide"
-    of_layers: dict[int, list[_Parameter]] = {i: [] for i in range(config.layers)}
+def _compute_units(key: _ModelKey, tp: int, fsdp: int, ep: int) -> Units:
+    config = key[0]
+    has_wide_norms = config.qk_norm == "wide"
+    by_layer: dict[int, list[_Parameter]] = {i: [] for i in range(config.layers)}
     ends: dict[str, Params] = {}
-    for name, shape, kind in _list_parameters(*of_job):
-        if found := re.match(r"layers\.(\d+)\.(.+)", name):
-            of_layers[int(found[1])].append((found[2], shape, kind))
+    for name, shape, kind in _list_parameters(*key):
+        if match := re.match(r"layers\.(\d+)\.(.+)", name):
+            by_layer[int(match[1])].append((match[2], shape, kind))
         else:
-            part, cut = name.partition(".")[0], _find_tp_dim(name, wide)
-            own = _make_sizes(_shard_shape(shape, cut, tp), kind, fsdp)
-            ends[part] = ends.get(part, Params()) + own
-    distinct: dict[tuple[bool, tuple[_Parameter, ...]], int] = {}
+            part, dim = name.partition(".")[0], _find_tp_dim(name, has_wide_norms)
+            params = _make_params(_shard_shape(shape, dim, tp), kind, fsdp)
+            ends[part] = ends.get(part, Params()) + params
+    # Most layers are equal, so only distinct ones are computed.
+    indices: dict[tuple[bool, tuple[_Parameter, ...]], int] = {}
     kinds = tuple(
-        distinct.setdefault((i in config.expert_layers, tuple(own)), len(distinct))
-        for i, own in of_layers.items()
+        indices.setdefault((i in config.expert_layers, tuple(parameters)), len(indices))
+        for i, parameters in by_layer.items()
     )
-    layers = (
-        _make_layer(own, wide=wide, routed=routed, tp=tp, fsdp=fsdp, ep=ep)
-        for routed, own in distinct
+    layers = tuple(
+        _make_layer(
+            parameters,
+            has_wide_norms=has_wide_norms,
+            has_experts=has_experts,
+            tp=tp,
+            fsdp=fsdp,
+            ep=ep,
+        )
+        for has_experts, parameters in indices
     )
-    parts = (ends.get(part, Params()) for part in ("embedding", "positions", "norm", "head"))
-    return Units(tuple(layers), kinds, *parts)
+    return Units(
+        layers=layers,
+        kinds=kinds,
+        embedding=ends.get("embedding", Params()),
+        positions=ends.get("positions", Params()),
+        norm=ends.get("norm", Params()),
+        head=ends.get("head", Params()),
+    )
 
 
 def _make_layer(
-    parameters: Sequence[_Parameter], *, wide: bool, routed: bool, tp: int, fsdp: int, ep: int
+    parameters: Sequence[_Parameter],
+    *,
+    has_wide_norms: bool,
+    has_experts: bool,
+    tp: int,
+    fsdp: int,
+    ep: int,
 ) -> Layer:
-    block, sharded, whole = Params(), Params(), Params()
-    of_rank = [
+    block, sharded_experts, replicated = Params(), Params(), Params()
+    expert_shapes = [
         (shape[0] // ep, *shape[1:])
         for name, shape, _ in parameters
         if _is_sharded_expert(name, ep)
     ]
-    even = (dim for dim in (0, 1) if all(shape[dim] % (fsdp // ep) == 0 for shape in of_rank))
-    dim = next(even, 0)  # by whole experts, or each, if that divides them
+    # Sharded by whole experts if these divide, else within each expert if its rows divide.
+    even = (dim for dim in (0, 1) if all(x[dim] % (fsdp // ep) == 0 for x in expert_shapes))
+    expert_dim = next(even, 0)
     for name, shape, kind in parameters:
-        cut = None if routed and name.startswith("mlp.") else _find_tp_dim(name, wide)
+        is_expert_layer = has_experts and name.startswith("mlp.")
+        dim = None if is_expert_layer else _find_tp_dim(name, has_wide_norms)
         if _is_sharded_expert(name, ep):
-            own = _make_sizes((shape[0] // ep, *shape[1:]), kind, fsdp // ep, dim=dim)
-            sharded += own
+            local_shape = (shape[0] // ep, *shape[1:])
+            params = _make_params(local_shape, kind, fsdp // ep, dim=expert_dim)
+            sharded_experts += params
         else:
-            own = _make_sizes(_shard_shape(shape, cut, tp), kind, fsdp)
-            block += own
-        whole += own if cut is None else Params()
-    return Layer(block, sharded, whole)
+            params = _make_params(_shard_shape(shape, dim, tp), kind, fsdp)
+            block += params
+        if dim is None:
+            replicated += params
+    return Layer(block, sharded_experts, replicated)
 
 
 def _is_sharded_expert(name: str, ep: int) -> bool:
     return ep > 1 and name.startswith("mlp.experts.")
 
 
-def _find_tp_dim(name: str, wide: bool) -> int | None:
-    """Return the dimension along which tensor parallelism cuts a parameter, None for whole ones."""
+def _find_tp_dim(name: str, has_wide_norms: bool) -> int | None:
+    """Return the dimension that tensor parallelism shards a parameter along, or None."""
     matrix, _, adapter = name.partition(".lora.")
     if adapter:
-        dim, key = _find_tp_dim(f"{matrix}.weight", wide), adapter.rpartition(".")[2]
+        dim, key = _find_tp_dim(f"{matrix}.weight", has_wide_norms), adapter.rpartition(".")[2]
         return dim if (dim, key) in ((0, "b"), (0, "magnitude"), (1, "a")) else None
     if name.endswith(SCALES):
-        dim = _find_tp_dim(name.removesuffix(SCALES), wide)
+        # Scales of blocks in a row: if columns are sharded, each rank keeps them all.
+        dim = _find_tp_dim(name.removesuffix(SCALES), has_wide_norms)
         return dim if dim == 0 else None
-    if wide and name.endswith(("q_norm.weight", "k_norm.weight")):
+    if has_wide_norms and name.endswith(("q_norm.weight", "k_norm.weight")):
         return 0
-    parts = "norm", "_latent", "k_rotary", "wo.bias", "down.bias", "positions"
-    if any(part in name for part in parts):
+    replicated = "norm", "_latent", "k_rotary", "wo.bias", "down.bias", "positions"
+    if any(part in name for part in replicated):
         return None
     return 1 if name.endswith(("wo.weight", "down.weight")) else 0
 
@@ -277,8 +302,15 @@ def _shard_shape(shape: tuple[int, ...], dim: int | None, parts: int) -> tuple[i
     return tuple(size // parts if i == dim else size for i, size in enumerate(shape))
 
 
-def _make_sizes(shape: tuple[int, ...], kind: Kind, parts: int, *, dim: int = 0) -> Params:
+def _make_params(shape: tuple[int, ...], kind: Kind, parts: int, *, dim: int = 0) -> Params:
     whole = math.prod(shape)
-    shard = math.ceil(shape[dim] / parts) * whole // shape[dim]
-    short = shard if len(shape) < 2 or shape[-1] % BLOCK else 0
-    return Params(**{kind: Sizes(whole, shard * parts, shard, 1, whole, short)})
+    shard = math.ceil(shape[dim] / parts) * whole // shape[dim]  # the first shard is the largest
+    sizes = Sizes(
+        whole=whole,
+        gathered=shard * parts,
+        shard=shard,
+        tensors=1,
+        largest=whole,
+        short=shard if len(shape) < 2 or shape[-1] % BLOCK else 0,
+    )
+    return attrs.evolve(Params(), **{kind: sizes})

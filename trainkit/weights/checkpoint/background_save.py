@@ -222,5 +222,5 @@ def _share_result(future: Future[Any], axis: Axis) -> tuple[Mapping[str, Any], E
     """Return the first rank's result, or the error of a rank that failed, on all ranks."""
     try:
         return run_on_all_ranks(future.result, axis)[0], None
-    except Exception as error:  # noqa: BLE001 (the caller returns it in `Saved.error`)
+    except Exception as error:  # noqa: BLE001 (the caller returns it in `SaveResult.error`)
         return {}, error

@@ -7,6 +7,7 @@ because of it. This module does not import torch.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -32,6 +33,10 @@ DTYPES = {
 }
 """The dtypes of a checkpoint: torch's name to safetensors' name and the bytes of an element."""
 
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+"""The dtypes that weights may have and be cast to."""
+
+_TENSOR_NAME = re.compile("model/.+|optimizer/.*/.*")
 _MAX_DIMS = 16
 _MAX_ELEMENTS = 2**53
 _MAX_PROBLEMS = 10
@@ -71,16 +76,6 @@ def overlap(
     return tuple(in_saved), tuple(in_local)
 
 
-def count_box_bytes(entry: Mapping[str, Any], box: Mapping[str, Any]) -> int:
-    """Return the bytes of one box of a tensor.
-
-    Examples:
-        >>> count_box_bytes({"dtype": "bfloat16"}, {"shape": [2, 3]})
-        12
-    """
-    return math.prod(box["shape"]) * DTYPES[entry["dtype"]][1]
-
-
 def find_index_problems(index: Any, files: Mapping[str, int]) -> list[str]:
     """Return the problems of a checkpoint's index, at most the first ten.
 
@@ -113,7 +108,7 @@ def find_index_problems(index: Any, files: Mapping[str, int]) -> list[str]:
                 return problems
             continue
         for box in entry["boxes"]:
-            used[box["file"]] += count_box_bytes(entry, box)
+            used[box["file"]] += math.prod(box["shape"]) * DTYPES[entry["dtype"]][1]
     # So no load allocates more memory than there are bytes on the disk.
     return problems + [
         f"{name} has {files[name]} bytes, too few for the {num_bytes} of its boxes"
@@ -165,7 +160,9 @@ def find_description_problem(name: Any, entry: Any) -> str | None:
         >>> find_description_problem("model/a", {"dtype": "complex64", "shape": []})
         "model/a has the dtype 'complex64', which no checkpoint holds"
     """
-    if not _is_tensor_name(name):
+    # Names appear in messages, so they must not contain control characters. None is used as a path.
+    is_text = isinstance(name, str) and len(name) <= 1000 and name.isprintable()
+    if not is_text or not _TENSOR_NAME.fullmatch(name):
         return f"a tensor is named {str(name)[:100]!r}"
     if not isinstance(entry, dict):
         return f"{name} is not described"
@@ -173,15 +170,6 @@ def find_description_problem(name: Any, entry: Any) -> str | None:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         return f"{name} has the dtype {str(dtype)[:100]!r}, which no checkpoint holds"
     return None if _are_sizes(entry.get("shape")) else f"{name} has no valid shape"
-
-
-def _is_tensor_name(name: Any) -> bool:
-    """Return whether a name has the form that a save writes; it is a key, never used as a path."""
-    # Names appear in messages, so they must not contain control characters.
-    if not isinstance(name, str) or len(name) > 1000 or not name.isprintable():
-        return False
-    kind, _, rest = name.partition("/")
-    return bool(rest) and (kind == "model" or (kind == "optimizer" and "/" in rest))
 
 
 def _are_sizes(value: Any) -> TypeGuard[list[int]]:

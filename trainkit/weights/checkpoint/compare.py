@@ -154,6 +154,7 @@ def find_kind_problems(
     """
     if saved["class"] != type(optimizer).__name__:
         return [f"its optimizer is {saved['class']}, the run has {type(optimizer).__name__}"]
+    # Groups are compared by their order, since they have no names.
     live = get_group_options(optimizer)
     if len(live) != len(saved["options"]):
         new_ones = " (parameters that may be missing go into the groups of the others)"

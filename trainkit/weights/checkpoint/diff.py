@@ -123,6 +123,7 @@ def _have_same_bytes(
     indices: list[dict[str, Stored]],
 ) -> bool | None:
     """Return whether all tensors are equal, or None where no hash decides it."""
+    # Of tensors only: the counters in `state.json` are compared by value.
     files = [
         {
             name: file["sha256"]
@@ -133,6 +134,7 @@ def _have_same_bytes(
     ]
     if a.resolve() == b.resolve() or files[0] == files[1]:
         return True
+    # Another layout writes other files of the same values; the state hash is equal in all of them.
     hashes = [manifest.get("state_hash") for manifest in manifests]
     if None not in hashes and hashes[0] == hashes[1]:
         return True

@@ -74,6 +74,7 @@ def write_and_commit(
     if after_peer_error and not written.exists():
         return None
     snapshot = take()
+    # With an event that nobody sets: nothing abandons this save.
     write_rank(snapshot, target, axis.index, Event())
     written.mkdir(exist_ok=True)
     (written / f"{axis.index}").touch()

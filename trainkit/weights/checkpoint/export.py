@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.files import atomic_folder, convert_disk_errors, recover_folder
 from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights, check_range
-from trainkit.weights.checkpoint.boxes import DTYPES, get_dtype_name, shorten, split_into_files
+from trainkit.weights.checkpoint.boxes import (
+    DTYPES,
+    FLOATS,
+    get_dtype_name,
+    shorten,
+    split_into_files,
+)
 from trainkit.weights.checkpoint.manifest import (
     MANIFEST,
     READABLE,
@@ -38,7 +44,6 @@ if TYPE_CHECKING:
 SHARD_BYTES = 4_000_000_000
 _CHUNK = 32 * 1024 * 1024  # bytes of a tensor that are in memory at once
 Sizes = tuple[int, ...]
-_FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 def export_checkpoint(
@@ -222,7 +227,7 @@ def plan_shards(
 
 def _cast(stored: Stored, dtype: str | None) -> Stored:
     """Return the tensor as it will be written: floating-point tensors in another dtype."""
-    if dtype is None or stored.dtype not in _FLOATS:
+    if dtype is None or stored.dtype not in FLOATS:
         dtype = stored.dtype
     return Stored(dtype, stored.shape, ())
 
@@ -269,9 +274,9 @@ def write_weights(
         Writes a folder; communicates on `axis`.
     """
     target = Path(folder).absolute()
-    if dtype is not None and dtype not in _FLOATS:
+    if dtype is not None and dtype not in FLOATS:
         raise ConfigError(
-            f"export: dtype must be one of {', '.join(_FLOATS)}, got {dtype!r}", where="dtype"
+            f"export: dtype must be one of {', '.join(FLOATS)}, got {dtype!r}", where="dtype"
         )
     if not tensors:
         raise refusal(target, "would hold no tensor: the source has none of the requested ones")

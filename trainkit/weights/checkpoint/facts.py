@@ -36,6 +36,7 @@ def check_facts_agree(facts: Mapping[str, Any], axis: Axis) -> None:
         Communicates on `axis`.
     """
 
+    # Inside `run_on_all_ranks`: facts that are not JSON raise here, and then on all ranks.
     def hash_facts() -> str:
         data = orjson.dumps(dict(facts), option=orjson.OPT_SORT_KEYS)
         return hashlib.sha256(data).hexdigest()

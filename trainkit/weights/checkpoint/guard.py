@@ -18,7 +18,6 @@ from trainkit.grads import find_nonfinite
 from trainkit.health import Action, HealthState, Policy, judge_step, make_stop_error
 from trainkit.parallel.parameters import modules_of
 from trainkit.types import (
-    Axis,
     CheckpointError,
     ForwardBackward,
     Log,
@@ -214,88 +213,97 @@ def make_guard(
         after bad steps and when replicas are checked.
     """
     stages = modules_of(stages)
-    damage = partial(find_nonfinite_state, stages, optimizer, ps.world)
-    restore = partial(
-        roll_back,
-        run_dir,
+    return _Guard(
         stages=stages,
         optimizer=optimizer,
         ps=ps,
-        max_rollbacks=policy.max_rollbacks,
-        facts=facts,
-        config=config,
+        policy=policy,
+        collect_saves=collect_saves,
+        replay=replay,
+        event=event,
         log=log,
+        restore=partial(
+            roll_back,
+            run_dir,
+            stages=stages,
+            optimizer=optimizer,
+            ps=ps,
+            max_rollbacks=policy.max_rollbacks,
+            facts=facts,
+            config=config,
+            log=log,
+        ),
+        check_replicas=make_replica_check(stages, optimizer, ps),
     )
-    # In a list, because a roll-back replaces it: it refers to the moments from before.
-    replica_checks = [make_replica_check(stages, optimizer, ps)]
 
-    def guard(
+
+@attrs.define(eq=False)
+class _Guard:
+    """The guard of a run; see `make_guard`."""
+
+    stages: Sequence[nn.Module]
+    optimizer: torch.optim.Optimizer
+    ps: ParallelState
+    policy: Policy
+    collect_saves: Collect
+    replay: ForwardBackward
+    event: Callable[..., None]
+    log: Log
+    restore: Callable[..., TrainState]
+    check_replicas: Callable[[int], list[str]]
+
+    def __call__(
+        self,
         state: TrainState,
         record: Mapping[str, Any],
         batch: StepBatch | None,
         *,
         seen: HealthState | None = None,
     ) -> TrainState:
-        # `damage` reads all of the state, and is called only if the step was bad.
-        action, state = judge_step(state, record, policy, seen=seen, damage=damage)
+        # It reads all of the state, and is called only if the step was bad.
+        damage = partial(find_nonfinite_state, self.stages, self.optimizer, self.ps.world)
+        action, state = judge_step(state, record, self.policy, seen=seen, damage=damage)
         if action.reason:
-            culprits: list[str] = []
-            if batch and action.kind != "apply":
-                culprits = _find_culprits(record, batch, replay, stages, ps.world)
-            event(action.kind, step=state.step, reason=action.reason, guilty=culprits)
-            if ps.world.index == 0:
-                log(_describe_bad_step(state.step, action, culprits))
+            self._report(state.step, action, record, batch)
         # A save hashes and checks all of the state, so it may find what the step's numbers hid.
-        action = _check_saves(collect_saves(), action)
+        action = _check_saves(self.collect_saves(), action)
         if action.kind == "stop":
             raise make_stop_error(action, state.health)
-        if action.kind == "rollback":
-            # A save of the abandoned branch must not commit after the roll-back.
-            collect_saves(wait=True)
-            state = _restore_or_stop(restore, state, action)
-            collect_saves(forgive=True)  # the roll-back's checkpoint replaces any failed save
-            event("rolled back", step=state.step, reason=action.reason)
-            replica_checks[0] = make_replica_check(stages, optimizer, ps)
-        else:  # after a roll-back all replicas hold what was just loaded
-            refuse_drift(replica_checks[0](state.step))
+        if action.kind != "rollback":  # after one all replicas hold what was just loaded
+            refuse_drift(self.check_replicas(state.step))
+            return state
+        # A save of the abandoned branch must not commit after the roll-back.
+        self.collect_saves(wait=True)
+        try:
+            state = self.restore(state, before=action.before)
+        except CheckpointError as error:
+            # The numbers ended the run, not the checkpoints: the exit code is theirs.
+            action = attrs.evolve(action, reason=f"{action.reason}; {error.what}")
+            raise make_stop_error(action, state.health) from error
+        self.collect_saves(forgive=True)  # the roll-back's checkpoint replaces any failed save
+        self.event("rolled back", step=state.step, reason=action.reason)
+        # A new one, since the old one refers to the moments from before.
+        self.check_replicas = make_replica_check(self.stages, self.optimizer, self.ps)
         return state
 
-    return guard
-
-
-def _restore_or_stop(
-    restore: Callable[..., TrainState], state: TrainState, action: Action
-) -> TrainState:
-    """Return the state of a roll-back; raise NumericsError if there is nothing to roll back to."""
-    try:
-        return restore(state, before=action.before)
-    except CheckpointError as error:
-        # The numbers ended the run, not the checkpoints: the exit code is theirs.
-        action = attrs.evolve(action, reason=f"{action.reason}; {error.what}")
-        raise make_stop_error(action, state.health) from error
-
-
-def _find_culprits(
-    record: Mapping[str, Any],
-    batch: StepBatch,
-    replay: ForwardBackward,
-    stages: Sequence[nn.Module],
-    axis: Axis,
-) -> list[str]:
-    """Run a step's passes again, and return where its numbers stop being finite."""
-    # Running the passes again is collective: all ranks decide by what any of them has seen.
-    is_finite = [math.isfinite(record[name]) for name in ("loss", "grad_norm")]
-    if all(map(all, all_gather_objects(is_finite, axis))):
-        return []  # a loss spike is finite everywhere
-    tokens = torch.as_tensor(record["tokens"])
-    run_again = partial(replay, batch.microbatches, denominator=tokens)
-    return find_nonfinite(run_again, stages, axis)
-
-
-def _describe_bad_step(step: int, action: Action, culprits: Sequence[str]) -> str:
-    outcomes = {"apply": "it was taken", "skip": "it was skipped"}
-    outcome = outcomes.get(action.kind, action.kind)
-    return f"step {step}: {'; '.join([action.reason, *culprits, outcome])}"
+    def _report(
+        self, step: int, action: Action, record: Mapping[str, Any], batch: StepBatch | None
+    ) -> None:
+        """Record a bad step and log it, with where its numbers stop being finite."""
+        culprits: list[str] = []
+        if batch and action.kind != "apply":
+            # A loss spike is finite everywhere, and has no culprit. Running the passes again is
+            # collective: all ranks decide by what any of them has seen.
+            is_finite = [math.isfinite(record[name]) for name in ("loss", "grad_norm")]
+            if not all(map(all, all_gather_objects(is_finite, self.ps.world))):
+                tokens = torch.as_tensor(record["tokens"])
+                run_again = partial(self.replay, batch.microbatches, denominator=tokens)
+                culprits = find_nonfinite(run_again, self.stages, self.ps.world)
+        self.event(action.kind, step=step, reason=action.reason, guilty=culprits)
+        if self.ps.world.index == 0:
+            outcomes = {"apply": "it was taken", "skip": "it was skipped"}
+            outcome = outcomes.get(action.kind, action.kind)
+            self.log(f"step {step}: {'; '.join([action.reason, *culprits, outcome])}")
 
 
 def _check_saves(saves: Sequence[SaveResult], action: Action) -> Action:

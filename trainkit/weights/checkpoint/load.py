@@ -334,7 +334,7 @@ def _find_candidates(
         return
     directory = run_dir / "checkpoints"
     if request != "auto":
-        path = Path(request).absolute()
+        path = Path(request).absolute()  # it may become the parent in `run.json`
         yield str(path), _read_outline(path)
         return
     checkpoints = list_checkpoints(directory)
@@ -361,7 +361,8 @@ def _find_candidates(
                 want=own,
                 hint=f"--resume {path} makes this run a fork of that one; or move it elsewhere",
             )
-        yield str(path.absolute()), manifest
+        yield str(path.absolute()), manifest  # plain values, which travel to the other ranks
+    # Here only if the caller has rejected every one.
     if skipped:
         raise no_checkpoint_error(directory, skipped)
 

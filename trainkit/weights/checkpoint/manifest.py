@@ -32,7 +32,9 @@ WEIGHTS = "trainkit-weights"
 READABLE = {FORMAT: (1, 2), WEIGHTS: (1,)}
 """The versions of checkpoints and of exported folders that this trainkit reads."""
 MANIFEST = "manifest.json"
+# At least eight digits, so that names sort by step; a second save of a step appends "-1".
 _NAME = re.compile(r"step_([0-9]{8,18})(?:-([0-9]{1,9}))?")
+# Neither a slash nor a leading dot: such a name stays in its directory, and is not hidden there.
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _MANIFEST_BYTES = 8 * 1024 * 1024  # of some 50,000 files
 _MANIFEST_VALUES = 500_000
@@ -250,6 +252,7 @@ def inspect_files(path: Path | str, *, form: str = FORMAT) -> tuple[list[str], d
     except OSError as error:  # deleted between the checks above and here, for instance
         return [f"{path} cannot be read: {error.strerror}"], {}
     problems = []
+    # Renamed by hand, it would be taken for newer or older than it is.
     has_step = form == FORMAT and _NAME.fullmatch(path.name)
     if has_step and parse_step(path) != manifest["step"]:
         problems.append(f"{path.name} holds step {manifest['step']}")
@@ -348,7 +351,7 @@ def find_checkpoint(path: Path | str, *, best: bool = False, log: Log = log_warn
     path = Path(path)
     _check_not_weights(path)
     check_not_deleted(path)
-    if (path / MANIFEST).exists():
+    if (path / MANIFEST).exists():  # a checkpoint, and not a run
         problems = verify_checkpoint(path)
         if problems:
             raise damage_error(path, problems)
@@ -407,6 +410,7 @@ def check_not_deleted(path: Path) -> None:
 
 def _check_not_weights(path: Path) -> None:
     """Raise if the path is a folder of weights alone, from Hugging Face, `export` or `convert`."""
+    # A checkpoint of ours has safetensors files too, but also a manifest of its format.
     patterns = ("*.safetensors", "pytorch_model*.bin", ".metadata")
     if (
         not path.is_dir()

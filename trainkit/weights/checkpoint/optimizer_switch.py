@@ -164,6 +164,7 @@ def _convert_state(
     state = {key: empty_rows_like(p.data, length, dtype)}
     if is_scaled:
         state[scale_name(key)] = empty_rows_like(p.data, length // BLOCK, torch.float32)
+    # The rounding of a moment depends on the step; with a constant a resume is reproducible.
     for x, converted in encode_moment(key, values, state, 0).items():
         local = get_local(state[x])
         local.copy_(converted.view(local.shape))

@@ -172,8 +172,10 @@ def apply_retention(
     directory = Path(directory)
     paths = list_checkpoints(directory)
     listing = [_read_listed(path) for path in paths]
+    # Read at each save: a file that somebody creates now pins a checkpoint of a running run.
     pinned = [path.name for path in paths if (directory / f"{path.name}{PIN}").exists()]
     good = set(known_good)
+    # Hashing is expensive: what this run has written is not read again, nor what will be deleted.
     while True:
         doomed = plan_retention(listing, policy, pinned=pinned)
         unread = [e.name for e in listing if e.verified and e.name not in good.union(doomed)]

@@ -59,7 +59,7 @@ def get_run_id(run_dir: Path | str) -> dict[str, Any]:
     identity = None if newest is None else _parse_identity(read_manifest(newest))
     if identity is None:
         return fork_run(run_dir, None)
-    _write_identity(run_dir, identity | {"saved": True})
+    _write_identity(run_dir, identity | {"saved": True})  # as that checkpoint shows
     return identity
 
 

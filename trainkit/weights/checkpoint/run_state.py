@@ -47,6 +47,7 @@ def optimizer_state(
         >>> optimizer_state([model], torch.optim.AdamW(model.parameters()))
         {'weight': {}}
     """
+    # `get`, since `state` is a defaultdict: reading by [] would add an entry to it.
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     named = get_named_parameters(stages)
     return {name: optimizer.state.get(p, {}) for name, p in named.items() if id(p) in stepped}
@@ -245,6 +246,7 @@ def list_counters(state: TrainState) -> dict[str, int]:
         >>> list_counters(TrainState(health={"losses": [0.0]}))["health/losses/length"]
         1
     """
+    # A name for each integer: their hashes add up with those of the tensors, in any order.
     stream = {f"cursor/stream/{i}": value for i, value in enumerate(state.cursor.stream)}
     counters = {
         "step": state.step,

@@ -19,10 +19,10 @@ import orjson
 from trainkit.files import find_other_writers
 from trainkit.types import CheckpointError, DiskError
 
-JSON_BYTES = 256 * 1024 * 1024
+_JSON_BYTES = 256 * 1024 * 1024
 # An index has about 13 values per tensor, so this allows 400,000 tensors. The worst case, one table
 # with that many keys, takes 0.8 GB. `save_checkpoint` writes no more than can be read.
-JSON_VALUES = 5_000_000
+_JSON_VALUES = 5_000_000
 _MAX_OWNER_PROBLEMS = 3
 # Read and hashed at once, so that the hash finds the bytes in the cache: 4 MiB took a third longer.
 _BLOCK = 512 * 1024
@@ -195,8 +195,8 @@ def write_all(handle: int, data: memoryview) -> None:
 def read_json(
     path: Path,
     *,
-    max_bytes: int = JSON_BYTES,
-    max_values: int = JSON_VALUES,
+    max_bytes: int = _JSON_BYTES,
+    max_values: int = _JSON_VALUES,
     want: Mapping[str, Any] | None = None,
 ) -> Any:
     """Read a JSON file of a checkpoint: a regular file of a bounded size.
@@ -232,7 +232,7 @@ def read_bounded(path: Path, max_bytes: int, *, shared: bool = False) -> bytearr
         return read_exactly(file, 0, size, path)
 
 
-def parse_json(path: Path, data: bytes | bytearray, max_values: int = JSON_VALUES) -> Any:
+def parse_json(path: Path, data: bytes | bytearray, max_values: int = _JSON_VALUES) -> Any:
     """Parse the JSON of a file that has a bounded number of values.
 
     Args:

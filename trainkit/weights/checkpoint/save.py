@@ -240,7 +240,7 @@ class _Saver:
         while self.pending and polls != 0:
             try:
                 self.pending[0].send(polls is None)
-            except StopIteration as end:
+            except StopIteration as end:  # a generator returns its result in this way
                 self.pending.clear()
                 result: SaveResult = end.value
                 self.finished.append(result)
@@ -359,6 +359,7 @@ def save_checkpoint(
         Writes to disk and waits until it is durable; communicates on `ps.world`. The run is not
         changed.
     """
+    # A save that failed raises on leaving the block, so there is a path at the end.
     paths: list[Path] = []
     with open_saver(
         run_dir,
@@ -377,7 +378,7 @@ def save_checkpoint(
 
 def _make_after_commit(retention: Retention | None) -> Callable[[Path], list[str]]:
     """Return a function for after a commit: update `latest` and `run.json`, apply retention."""
-    good: set[str] = set()
+    good: set[str] = set()  # verified by this run, and so not hashed again
 
     def after(path: Path) -> list[str]:
         messages: list[str] = []
@@ -434,6 +435,7 @@ def check_disk_space(
         get_local_box(x).local.nbytes for x in model_tensors(stages).values()
     )
     needed = int(1.1 * sum(all_gather_objects(local_bytes, axis)))  # a tenth for all else
+    # Ranks on several nodes may see different disks.
     free = min(all_gather_objects(shutil.disk_usage(run_dir).free, axis))
     check_free_space(
         f"check_disk_space: a checkpoint in {run_dir}", run_dir, free=free, needed=needed

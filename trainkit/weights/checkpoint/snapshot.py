@@ -135,6 +135,7 @@ def make_snapshot_taker(
             # A buffer may be infinite on purpose: a mask, for instance.
             buffers = {f"model/{name}" for name in get_named_buffers(stages)}
             allocated.append((layout, *_allocate(boxes, ps, may_be_infinite=buffers)))
+        # `files` and `tensors` depend on names and shapes only, so they serve for every save.
         _, files, tensors = allocated[0]
         saved = [box for file in files for box in file.boxes]
         sources = [boxes[box.name][1].local for box in saved]

@@ -44,6 +44,7 @@ def read_checkpoint_tensors(path: Path) -> dict[str, Stored]:
         raise refusal(path / "index.json", f"is not a good index: {problems[0]}")
     entries = index["tensors"]
     files = {box["file"] for entry in entries.values() for box in entry["boxes"]}
+    # Every header once, although a file has boxes of many tensors.
     headers = {file: safetensors_file(path / file) for file in sorted(files)}
     tensors: dict[str, Stored] = {}
     for name, entry in entries.items():

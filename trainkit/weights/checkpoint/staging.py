@@ -157,7 +157,9 @@ def install_(
     elif optimizer is not None:
         scalars = staged.saved["optimizer"]["scalars"]
         install_moments_(staged.targets, scalars, stages, optimizer)
-    return parse_counters(staged.saved["state"])
+    counters = staged.saved["state"]
+    cursor = Cursor(counters["cursor"]["batch"], tuple(counters["cursor"]["stream"]))
+    return TrainState(counters["step"], counters["tokens"], cursor, counters["health"])
 
 
 def count_messages(messages: Iterable[str]) -> list[str]:
@@ -175,18 +177,6 @@ def count_messages(messages: Iterable[str]) -> list[str]:
         f"the optimizer {message} ({count} parameter{'s' * (count > 1)})"
         for message, count in counts.items()
     ]
-
-
-def parse_counters(saved: Mapping[str, Any]) -> TrainState:
-    """Return the counters of a checkpoint.
-
-    Examples:
-        >>> saved = {"step": 1, "tokens": 2, "cursor": {"batch": 3, "stream": []}, "health": {}}
-        >>> parse_counters(saved).cursor
-        Cursor(batch=3, stream=())
-    """
-    cursor = Cursor(saved["cursor"]["batch"], tuple(saved["cursor"]["stream"]))
-    return TrainState(saved["step"], saved["tokens"], cursor, saved["health"])
 
 
 def _merge(lists: Sequence[Sequence[str]]) -> list[str]:
@@ -292,6 +282,7 @@ def _read_headers(
         )
 
         entries, changes = select_carried_over(index, stages, optimizer)
+    # Moments are allocated here, on the devices of their parameters, and filled later.
     is_cast = partial(compare.matches, patterns=tolerance.cast)
     moments = make_moment_targets(entries, stages, optimizer, is_cast)
     return Staged((), index, saved, weights | moments, changes)
@@ -314,7 +305,7 @@ def migrate(state: Mapping[str, Any], version: int) -> dict[str, Any]:
 
 
 def _find_state_problems(saved: Any, manifest: Mapping[str, Any]) -> list[str]:
-    """Return whether `state.json` lacks the structure that loading relies on, as problems."""
+    """Return the problems of a parsed `state.json`: a wrong structure, or another step."""
     not_a_state = ["state.json is not the state of a run"]
     try:
         state = saved["state"]

@@ -213,7 +213,7 @@ def read_header(
         raise refusal(path, f"claims a header of {length} bytes and has {total}")
     data = read_exactly(file, 0, 8 + length, path)
     header = parse_untrusted_table(data[8:], path)
-    header.pop("__metadata__", None)
+    header.pop("__metadata__", None)  # texts for people; nothing depends on them
     tensors = {name: _parse_entry(path, name, entry, len(data)) for name, entry in header.items()}
     end = len(data)
     extents = [stored.extents[0] for stored in tensors.values()]

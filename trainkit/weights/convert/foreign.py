@@ -20,6 +20,7 @@ import orjson
 from trainkit.types import CheckpointError
 from trainkit.weights.checkpoint.manifest import is_plain_file_name
 from trainkit.weights.checkpoint.safe_files import read_bounded, refusal
+from trainkit.weights.checkpoint.sources import INDEX
 from trainkit.weights.checkpoint.tensor_files import (
     Extent,
     Stored,
@@ -135,7 +136,7 @@ def describe_safetensors_folder(folder: Path) -> dict[str, Stored]:
         CheckpointError: A file is missing or damaged, a tensor is in two files, or the files do not
             have the tensors that the index lists.
     """
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if not index.exists():
         return merge_tensors(map(safetensors_file, sorted(folder.glob("*.safetensors"))), folder)
     file_of = parse_untrusted_table(read_bounded(index, _MAX_INDEX, shared=True), index).get(

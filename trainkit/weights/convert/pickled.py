@@ -90,18 +90,18 @@ def describe(source: Path) -> Found:
         CheckpointError: It is damaged or malicious.
     """
     if source.is_file():
-        return describe_torch_file(source)
+        return _describe_torch_file(source)
     if (source / ".metadata").exists():
-        return describe_distributed_directory(source)
+        return _describe_distributed_directory(source)
     files = sorted(source.glob("pytorch_model*.bin"))
-    return merge_found([describe_torch_file(path) for path in files], source)
+    return merge_found([_describe_torch_file(path) for path in files], source)
 
 
-def make_printable(value: Any) -> str:
+def _make_printable(value: Any) -> str:
     """Make a text from a file printable: short and ASCII.
 
     Examples:
-        >>> make_printable("weight"), make_printable([["deep"]])
+        >>> _make_printable("weight"), _make_printable([["deep"]])
         ('weight', 'a list')
     """
     if not isinstance(value, str):
@@ -120,16 +120,22 @@ def _convert_errors(path: Path) -> Iterator[None]:
         raise refusal(
             path,
             "is no zip archive as torch.save writes them, or a damaged one; older ones are not "
-            f"read ({make_printable(str(error))})",
+            f"read ({_make_printable(str(error))})",
         ) from error
     except Exception as error:
         # Torch's reason alone: its message also advises to load the pickle all the same.
         text = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
-        reason = f"{type(error).__name__}: {make_printable(text.strip().partition(chr(10))[0])}"
         name = re.search(r"GLOBAL (\S+)", text)
         if name is not None:
-            reason = f"it mentions {make_printable(name[1])!r}, which no good file does"
-        raise refusal(path, f"is refused: {reason}; nothing of it was executed") from error
+            raise refusal(
+                path,
+                f"is refused: it mentions {_make_printable(name[1])!r}, which no good file does; "
+                "nothing of it was executed",
+            ) from error
+        line = _make_printable(text.strip().partition("\n")[0])
+        raise refusal(
+            path, f"is refused: {type(error).__name__}: {line}; nothing of it was executed"
+        ) from error
 
 
 # ------------------------------------------------------------------------------------ torch.save
@@ -202,7 +208,7 @@ def _read_members(window: BinaryIO, path: Path, size: int) -> dict[int, zipfile.
             raise refusal(path, "holds a member twice")
         for name, info in by_name.items():
             if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-                raise refusal(path, f"holds {make_printable(name)!r} compressed or encrypted")
+                raise refusal(path, f"holds {_make_printable(name)!r} compressed or encrypted")
         if sum(info.file_size for info in by_name.values()) > size:
             raise refusal(path, "holds more bytes than it has: its members overlap")
         if "data.pkl" not in by_name or by_name["data.pkl"].file_size > _MAX_PICKLE:
@@ -220,7 +226,7 @@ def _read_members(window: BinaryIO, path: Path, size: int) -> dict[int, zipfile.
     return members
 
 
-def describe_torch_file(path: Path) -> Found:
+def _describe_torch_file(path: Path) -> Found:
     """Describe the tensors of a file of torch.save, by their path in its dicts and lists.
 
     A tensor in {"model": {"a": x}} is "model.a"; values that are not tensors are named in
@@ -234,10 +240,10 @@ def describe_torch_file(path: Path) -> Found:
     skipped: list[str] = []
     for name, leaf in _flatten(archive.value, path):
         if not isinstance(leaf, Tensor):
-            skipped.append(make_printable(name))
+            skipped.append(_make_printable(name))
             continue
         if name in tensors:  # {"a": {"b": x}, "a.b": y} gives two tensors one name
-            raise refusal(path, f"holds {make_printable(name)!r} twice")
+            raise refusal(path, f"holds {_make_printable(name)!r} twice")
         tensors[name] = _locate(leaf, archive)
     if not tensors:
         raise refusal(path, "holds no tensor by a name")
@@ -298,7 +304,7 @@ def _locate(tensor: Tensor, archive: _Archive) -> Stored:
 # ----------------------------------------------------------------- torch.distributed.checkpoint
 
 
-def describe_distributed_directory(directory: Path) -> Found:
+def _describe_distributed_directory(directory: Path) -> Found:
     """Describe the tensors of a directory of torch.distributed.checkpoint.
 
     Objects that are not tensors are named in `skipped`; their pickles are never opened.
@@ -316,10 +322,10 @@ def describe_distributed_directory(directory: Path) -> Found:
         skipped: list[str] = []
         for name, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, dcp.BytesStorageMetadata):
-                skipped.append(make_printable(name))
+                skipped.append(_make_printable(name))
                 continue
             if not is_plain_tensor_name(name):
-                raise refusal(path, f"holds a tensor of the odd name {make_printable(name)!r}")
+                raise refusal(path, f"holds a tensor of the odd name {_make_printable(name)!r}")
             dtype = get_dtype_name(entry.properties.dtype)
             extents = [
                 extent
@@ -403,7 +409,7 @@ def _locate_chunk(
         raise refusal(path, f"says not where {name} from {list(offset)} on is")
     if not is_plain_file_name(info.relative_path):
         raise refusal(
-            path, f"names {make_printable(info.relative_path)!r}, which is no plain file name"
+            path, f"names {_make_printable(info.relative_path)!r}, which is no plain file name"
         )
     if getattr(info, "transform_descriptors", None):
         raise refusal(path, f"says that {name} is compressed, which is not read")

@@ -72,6 +72,7 @@ def convert_weights(
         check_boxes(name, stored, source)
         for extent in stored.extents:
             check_crc(extent)
+    # Box by box from where they are in the source: no tensor is in memory as a whole.
     report = write_weights(
         chosen,
         folder,

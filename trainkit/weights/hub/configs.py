@@ -166,6 +166,7 @@ def read_decoder_config(
         fields |= _read_sliding(complete, family, local_theta, problems)
     if not problems:
         fixed = {k: x(complete) if callable(x) else x for k, x in family.fixed.items()}
+        # `DecoderConfig` checks keys against each other: key heads divide the heads, for instance.
         try:
             config = _make_config(fixed | fields)
             return config if context is None else set_context(config, context)
@@ -256,6 +257,7 @@ def _is_own_code(auto_map: Any, family: Family) -> bool:
     own_classes = {f"{prefix}Config", f"{prefix}Model", family.architecture}
     if not auto_map or not isinstance(auto_map, dict):
         return False
+    # Values are like "modeling_phi3.Phi3Model". A tokenizer is read from tokenizer.json anyway.
     classes = [str(x).rpartition(".")[2] for key, x in auto_map.items() if key != "AutoTokenizer"]
     return own_classes.issuperset(classes)
 
@@ -378,6 +380,7 @@ def _read_layer_types(
     if types is not None:
         if not isinstance(types, list) or len(types) != layers or {*map(str, types)} - {*KINDS}:
             return None
+        # The list may differ from the family's default, but must be a pattern that `Sliding` has.
         listed = [i for i, layer_type in enumerate(types) if layer_type == KINDS[1]]
         if listed and listed != sliding:
             return _find_pattern(listed, layers) if family.windows else None
@@ -448,7 +451,9 @@ def _flatten(config: DecoderConfig) -> dict[str, Any]:
         for name, record_type in PARTS.items()
         for field in attrs.fields_dict(record_type)
     }
-    explicit = attrs.evolve(config, norms=config.how_normed, feed_forward=config.how_fed)
+    explicit = attrs.evolve(
+        config, norms=config.norm_config, feed_forward=config.feed_forward_config
+    )
     for name, value in attrs.asdict(explicit, recurse=False).items():
         if name in PARTS and value is not None:
             flat |= {f"{name}.{k}": x for k, x in attrs.asdict(value).items()}
@@ -512,6 +517,7 @@ def write_decoder_config(
 
 
 def _write_values(config: DecoderConfig, family: Family, *, context: int) -> dict[str, Any]:
+    # The head size is written even where it follows from the width: families differ in its default.
     fields = _flatten(config) | {"head_dim": config.head_size}
     values: dict[str, Any] = {
         "architectures": [family.architecture],
@@ -525,6 +531,7 @@ def _write_values(config: DecoderConfig, family: Family, *, context: int) -> dic
                 raise ValueError(f"it has {key}")
             values[key] = field.write(fields[field.field], config)
         else:
+            # A key that sets two fields is written from the last, which always has an effect.
             values[key] = fields[field if isinstance(field, str) else field[-1]]
     if "query_pre_attn_scalar" in values:
         values["query_pre_attn_scalar"] = config.query_scalar or config.head_size
@@ -544,6 +551,7 @@ def _write_windows(config: DecoderConfig, family: Family) -> dict[str, Any]:
         values["sliding_window"] = family.defaults["sliding_window"]
     if sliding is not None and "max_window_layers" in family.defaults:
         values["max_window_layers"] = sliding.first
+    # A family with windows in every layer (Mistral) has no list of types.
     if family.windows:
         sliding_layers = config.sliding_layers
         values["layer_types"] = [KINDS[i in sliding_layers] for i in range(config.layers)]

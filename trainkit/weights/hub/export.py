@@ -94,6 +94,7 @@ def export_folder(
         ['model.safetensors', 'config.json']
         4
     """
+    # One rank verifies for all: hashing a checkpoint takes minutes.
     paths = run_on_all_ranks(
         lambda: str(find_checkpoint(checkpoint)) if axis.index == 0 else None, axis
     )
@@ -111,10 +112,11 @@ def export_folder(
             name: get_dtype_name(read(name, (1,) * len(shape), (0,) * len(shape)).dtype)
             for name, shape in our_shapes.items()
         }
-    if dtype is not None:
+    if dtype is not None:  # not for the biases of routers, which are no parameters
         dtypes |= dict.fromkeys(parameter_shapes(config), dtype)
     their_dtypes = _find_dtypes(links, dtypes)
     values = write_decoder_config(config, context=context, family=family)
+    # `from_pretrained` makes the model in this dtype.
     values["torch_dtype"] = their_dtypes[family.names(config)["embedding.weight"].name]
     extra_files = dict(files or {})
     # Without them, a class of transformers would use defaults of its own.
@@ -178,6 +180,7 @@ def stream_weights(
     links, shapes = make_export_links(family, config)
     gather = _make_gather(stages, config, dtype=dtype, axis=axis)
     read = map_weights(gather, links, shapes)
+    # A copy of each, as `read` returns views of what it has gathered.
     for name, shape in shapes.items():
         yield name, read(name, shape, (0,) * len(shape)).clone()
 

@@ -209,6 +209,7 @@ _BIAS_KEYS = {**_DENSE_KEYS, "attention_bias": ("qkv_bias", "out_bias")}
 _BIAS_DEFAULTS = {**_DENSE_DEFAULTS, "attention_bias": False}
 
 
+# Touvron et al., "LLaMA" (2023) and "Llama 2" (2023). The families below say what differs.
 _LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
@@ -218,6 +219,7 @@ _LLAMA = Family(
 )
 
 
+# Jiang et al., "Mistral 7B" (2023): sliding windows.
 _MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
@@ -228,6 +230,7 @@ _MISTRAL = Family(
 )
 
 
+# Yang et al., "Qwen2 Technical Report" (2024): biases of queries, keys and values.
 _QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
@@ -239,6 +242,7 @@ _QWEN2 = Family(
 )
 
 
+# "Qwen3 Technical Report" (2025): norms of queries and keys in place of these biases.
 _QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
@@ -250,6 +254,7 @@ _QWEN3 = Family(
 )
 
 
+# Abdin et al., "Phi-3 Technical Report" (2024): fused matrices, LongRoPE.
 _PHI3 = Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
@@ -269,6 +274,7 @@ _PHI3 = Family(
 )
 
 
+# "Gemma 2" (2024): norms on both sides of attention and MLP, soft caps, scaled embeddings.
 _GEMMA2 = Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
@@ -303,6 +309,8 @@ _GEMMA2 = Family(
 )
 
 
+# "Gemma 3 Technical Report" (2025): norms of queries and keys in place of the soft cap of scores;
+# five sliding layers, with a theta of their own, for each full one.
 _GEMMA3 = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
@@ -324,6 +332,7 @@ _GEMMA3 = Family(
 )
 
 
+# "2 OLMo 2 Furious" (2025): norms after attention and MLP, none before.
 _OLMO2 = Family(
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
@@ -338,10 +347,6 @@ def _whole(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError("it must be a whole number")
     return value
-
-
-def _inner_width(value: Any, config: Mapping[str, Any]) -> int:
-    return 4 * _whole(config["n_embd"]) if value is None else _whole(value)
 
 
 _GPT2_PARTS = ("weight", "bias")
@@ -374,6 +379,8 @@ _GPT2_NAMES = {
     ),
 }
 
+# Radford et al., "Language models are unsupervised multitask learners" (2019): learned positions,
+# LayerNorm, biases everywhere, an MLP without a gate.
 _GPT2 = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
@@ -382,7 +389,11 @@ _GPT2 = Family(
         "n_embd": "width",
         "n_layer": "layers",
         "n_head": ("heads", "kv_heads"),
-        "n_inner": Key("mlp_width", _inner_width, lambda width, _: width),
+        "n_inner": Key(
+            "mlp_width",
+            lambda value, config: 4 * _whole(config["n_embd"]) if value is None else _whole(value),
+            lambda width, _: width,
+        ),
         "n_positions": "positions",
         "activation_function": _activation_key("gelu_new"),
         "layer_norm_epsilon": "norm_eps",
@@ -433,6 +444,7 @@ _GPT2 = Family(
 )
 
 
+# Jiang et al., "Mixtral of Experts" (2024): softmax routing to two of eight experts in each layer.
 _MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
@@ -551,6 +563,8 @@ def _deepseek_names(config: DecoderConfig) -> dict[str, HFTensor]:
     )
 
 
+# DeepSeek-AI, "DeepSeek-V3" (2024): multi-head latent attention; experts that are chosen by sigmoid
+# scores, in groups, and shared experts for all tokens.
 _DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
@@ -579,6 +593,7 @@ _DEEPSEEK_V3 = Family(
 )
 
 
+# "GLM-4.5" (2025): the experts of DeepSeek-V3 with grouped-query attention.
 _GLM4_MOE = Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",

@@ -21,7 +21,7 @@ from trainkit.models.decoder_sizes import pad_vocab_size
 from trainkit.parallel.materialize import listed
 from trainkit.parallel.parameters import COPY_SUFFIX, get_local_box
 from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights
-from trainkit.weights.checkpoint.boxes import get_parameter_name, shorten
+from trainkit.weights.checkpoint.boxes import FLOATS, get_parameter_name, shorten
 from trainkit.weights.checkpoint.manifest import MANIFEST
 from trainkit.weights.checkpoint.reading import reader
 from trainkit.weights.checkpoint.run_state import model_tensors
@@ -44,7 +44,6 @@ from trainkit.weights.hub.resize import resize_weights
 
 CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 4 * 1024 * 1024  # some files list thousands of labels
-_FLOATS = ("float64", "float32", "float16", "bfloat16")
 _ROWS_PER_READ = 4096
 _BLOCK = "weight_block_size"
 
@@ -165,7 +164,7 @@ def open_folder(
     values = parse_untrusted_table(read_bounded(file, _MAX_CONFIG_BYTES, shared=True), file)
     config = read_decoder_config(values, where=str(file), families=families, context=context)
     # Without the key: the default of `transformers` for Llama.
-    full_context = values.get("max_position_embeddings", config.reach or 2048)
+    full_context = values.get("max_position_embeddings", config.max_length or 2048)
     if type(full_context) is not int:
         raise ConfigError(f"{file}: max_position_embeddings is no number", where=str(file))
     return HFFolder(
@@ -174,7 +173,7 @@ def open_folder(
         config=config,
         values=values,
         # The short factors of LongRoPE hold for texts up to their length, `reach`.
-        context=context or min(full_context, config.reach or full_context),
+        context=context or min(full_context, config.max_length or full_context),
         full_context=full_context,
     )
 
@@ -379,6 +378,7 @@ def open_folder_weights(
         values = source(name, shape, offset)
         return values if dtype is None else values.to(dtype)
 
+    # With their shapes `build_stages` checks that the model takes every tensor of the folder.
     return listed(read_or_fill, get_decoder_shapes(folder.config))
 
 
@@ -441,6 +441,7 @@ def load_folder_weights(
         )
     for name, tensor in tensors:
         box = get_local_box(tensor)
+        # A rank has an empty shard where there are more ranks than rows.
         if box.local.numel() and name not in absent:
             box.local.copy_(read(name, tuple(box.local.shape), box.offset))
 
@@ -450,6 +451,7 @@ def _check_folder(
 ) -> tuple[Weights, set[str]]:
     """Return a function that reads our tensors, and the names of those that are incomplete."""
     links = make_family_links(folder.family, folder.config)
+    # Filled by `check`, which returns nothing: what it returned would travel to the other ranks.
     tensors: dict[str, Stored] = {}
     scales: dict[str, Stored] = {}
 
@@ -569,7 +571,7 @@ def find_tensor_problems(
     problems += [
         f"{name} is of {tensors[name].dtype}, no floating point"
         for name in expected
-        if name in tensors and tensors[name].dtype not in _FLOATS and name not in no_floats
+        if name in tensors and tensors[name].dtype not in FLOATS and name not in no_floats
     ]
     # Buffers that old versions of `transformers` saved, and layers that only training has.
     ignored = [pattern.format(layers=config.layers) for pattern in family.ignored_tensors]

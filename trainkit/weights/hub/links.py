@@ -124,7 +124,7 @@ def make_links(
     links: list[Link] = []
     ends: dict[str, int] = {}
     for name, there in table.items():
-        if name not in shapes:
+        if name not in shapes:  # a bias or a norm, for instance, that this decoder lacks
             continue
         shape = tuple(shapes[name])
         # Rows of a fused tensor follow each other in the order of the table.
@@ -207,6 +207,7 @@ def check_links(links: Sequence[Link], shapes: Mapping[str, Sequence[int]]) -> N
         trainkit.types.ConfigError: check_links: a: 4 of 6 elements are linked
     """
     problems: list[str] = []
+    # Both sides with the same code: what is theirs on one is ours on the other.
     swapped = [link.swap_sides() for link in links]
     for side, side_shapes in ((links, shapes), (swapped, get_foreign_shapes(links))):
         counts = dict.fromkeys(side_shapes, 0)
@@ -273,8 +274,19 @@ def _read_box(weights: Weights, links: Sequence[Link], shape: Shape, offset: Sha
     parts: list[tuple[StridedBox, list[range], Tensor]] = []
     for link in links:
         ranges = _intersect(link, shape, offset)
-        if ranges is not None:
-            parts.append((link.ours, ranges, _read_strided(weights, link.theirs, ranges)))
+        if ranges is None:
+            continue
+        # `Weights` reads dense boxes, so the rows between those of a stride are read too.
+        theirs = link.theirs
+        dense_offset = list(theirs.offset)
+        dense_shape = [1] * len(theirs.offset)
+        for dim, step, indices in zip(theirs.dims, theirs.steps, ranges, strict=True):
+            dense_offset[dim] += indices.start * step
+            dense_shape[dim] = (len(indices) - 1) * step + 1
+        dense = weights(theirs.name, tuple(dense_shape), tuple(dense_offset))
+        in_dense = attrs.evolve(theirs, offset=(0,) * len(dense_shape))
+        from_zero = [range(len(indices)) for indices in ranges]
+        parts.append((link.ours, ranges, _view_part(dense, in_dense, from_zero)))
     if len(parts) == 1:  # most boxes: of a tensor that is the same on both sides
         part, _, values = parts[0]
         if values.shape == shape and part.dims == (*range(len(shape)),):
@@ -302,19 +314,6 @@ def _intersect(link: Link, shape: Shape, offset: Shape) -> list[range] | None:
             return None
         ranges.append(range(low, high))
     return ranges
-
-
-def _read_strided(weights: Weights, part: StridedBox, ranges: Sequence[range]) -> Tensor:
-    """Read the elements of a strided box at some of its indices."""
-    offset = list(part.offset)
-    shape = [1] * len(part.offset)
-    for dim, step, indices in zip(part.dims, part.steps, ranges, strict=True):
-        offset[dim] += indices.start * step
-        shape[dim] = (len(indices) - 1) * step + 1
-    # `Weights` reads dense boxes, so the rows between those of a stride are read too.
-    dense = weights(part.name, tuple(shape), tuple(offset))
-    at_origin = attrs.evolve(part, offset=(0,) * len(offset))
-    return _view_part(dense, at_origin, [range(len(indices)) for indices in ranges])
 
 
 def _view_part(x: Tensor, part: StridedBox, ranges: Sequence[range]) -> Tensor:

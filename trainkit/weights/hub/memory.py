@@ -150,6 +150,7 @@ def export_tensors(
     return _read_all(map_weights(_make_reader(tensors), links, shapes), shapes)
 
 
+# Models in memory go through the same maps as folders, so both directions have one code.
 def _make_reader(tensors: Mapping[str, Tensor]) -> Weights:
     def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
         return narrow_to_box(tensors[name].detach(), shape, offset)

@@ -75,6 +75,7 @@ def read_local_rope(values: dict[str, Any], problems: list[str]) -> float | None
     """
     theta = values["rope_local_base_freq"]
     tables = values.get("rope_parameters")
+    # `transformers` 5 writes a table for each type of layer.
     if isinstance(tables, dict) and {*tables} & {*KINDS}:
         values["rope_parameters"] = tables.get(KINDS[0])
         local = tables.get(KINDS[1]) or {}
@@ -101,6 +102,7 @@ def read_rope(values: Mapping[str, Any], family: Family, problems: list[str]) ->
         >>> read_rope(values, get_family("llama"), [])["rope_scaling"]
         LinearScaling(factor=2.0)
     """
+    # A file may have the old form, the new one, or both with equal entries.
     forms = [values.get(key) for key in ("rope_scaling", "rope_parameters")]
     tables = [form for form in forms if form is not None]
     if not all(isinstance(table, dict) for table in tables):
@@ -121,6 +123,7 @@ def read_rope(values: Mapping[str, Any], family: Family, problems: list[str]) ->
     if "longrope" in family.ropes and rope_type in ("su", "yarn"):  # its older names
         rope_type = "longrope"
     theta = rope.pop("rope_theta", values["rope_theta"])
+    # Wavelengths are powers of theta: at 1 they are all the same.
     if not is_number(theta) or not 1 < theta < 1e12:
         problems.append(f"rope_theta is {short_repr(theta)}")
         theta = 10_000.0
@@ -175,6 +178,7 @@ def _read_scaling(
         options["original_max_position_embeddings"] = length
     options |= {key: rope.pop(key) for key in _OPTIONS[rope_type] & rope.keys()}
     problems += [f"rope: {key} is an unknown key" for key in rope]
+    # The bounds of YaRN's ramp are rounded to whole dimensions here, which `truncate` switches off.
     truncate = options.pop("truncate", True)
     if truncate is not True:
         problems.append(f"rope: truncate is {short_repr(truncate)}, not true")
@@ -260,7 +264,7 @@ def _make_yarn(options: Mapping[str, Any], *, has_latents: bool) -> YarnScaling:
     return YarnScaling(
         factor,
         int(options["original_max_position_embeddings"]),
-        beta_fast=float(options.get("beta_fast") or 32),
+        beta_fast=float(options.get("beta_fast") or 32),  # the defaults of the paper
         beta_slow=float(options.get("beta_slow") or 1),
         mscale=mscale,
     )

@@ -78,7 +78,7 @@ def make_tokenizer_files(
     path = Path(name)
     tok = tokenizer or open_tokenizer(name)
     if isinstance(tok, ByteTokenizer):
-        files = {"tokenizer.json": byte_tokenizer_json(tok)}
+        files = {"tokenizer.json": _make_byte_tokenizer_json(tok)}
         texts = {"bos": BOS, "eos": EOS, "pad": PAD}
     else:
         paths = {"tokenizer.json": path}
@@ -176,7 +176,7 @@ def _get_role_ids(tokenizer: Tokenizer) -> Mapping[str, int]:
     return {role: i for role, i in ids.items() if i is not None}
 
 
-def byte_tokenizer_json(tokenizer: ByteTokenizer) -> bytes:
+def _make_byte_tokenizer_json(tokenizer: ByteTokenizer) -> bytes:
     """Return a `tokenizer.json` with the ids of a byte tokenizer.
 
     It is a byte-level BPE without merges that puts BOS in front of a text where special tokens are
@@ -187,7 +187,7 @@ def byte_tokenizer_json(tokenizer: ByteTokenizer) -> bytes:
         >>> from tokenizers import Tokenizer
         >>> from trainkit.text.tokenizers import make_byte_tokenizer
         >>> ours = make_byte_tokenizer(["<|end|>"])
-        >>> theirs = Tokenizer.from_str(byte_tokenizer_json(ours).decode())
+        >>> theirs = Tokenizer.from_str(_make_byte_tokenizer_json(ours).decode())
         >>> theirs.encode("né<|end|>").ids == [ours.bos_id, *ours.encode("né<|end|>")]
         True
     """

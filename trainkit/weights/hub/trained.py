@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import attrs
 
-from trainkit.files import say_on_stderr
+from trainkit.files import print_to_stderr
 from trainkit.mesh import get_world_size
 from trainkit.models.config import DecoderConfig
 from trainkit.models.decoder_sizes import config_from_facts
@@ -102,7 +102,7 @@ def open_model(
     info = _read_folder(path, tokenizer, context) if is_folder else _read_run(path, tokenizer, log)
     if context is not None:
         info = attrs.evolve(info, context=context)
-    reach = info.config.reach
+    reach = info.config.max_length
     if reach is not None and info.context > reach:
         raise ConfigError(
             f"open_model: a context of {info.context} tokens was requested, but {path} has "
@@ -125,7 +125,7 @@ def open_model(
 
 
 def read_model_info(path: Path | str, *, context: int | None = None) -> DecoderConfig:
-    """Return the model of a Hugging Face folder, a run or a checkpoint, without a tokenizer.
+    """Return the decoder of a Hugging Face folder, a run or a checkpoint, without a tokenizer.
 
     Args:
         path: The folder, the run (its newest checkpoint that verifies) or the checkpoint.
@@ -189,7 +189,7 @@ def _read_run(path: Path, name: str | None, log: Log) -> ModelInfo:
         config=config,
         name=name,
         tokenizer=tokenizer,
-        context=min(full_context, config.reach or full_context),
+        context=min(full_context, config.max_length or full_context),
         full_context=full_context,
         adds_bos=has_learned_bos(tokenizer, facts),
         template=facts.get("config.template"),
@@ -266,7 +266,7 @@ def ensure_base_run(
             f"ensure_base_run: there is no run to start from, neither {run} nor {base}",
             hint=f"python recipes/{recipe}.py trains one; or name a run or a Hugging Face folder",
         )
-    say_on_stderr(f"training {description} first, into {base}: about a minute")
+    print_to_stderr(f"training {description} first, into {base}: about a minute")
     flags = ("--steps", steps, "--schedule-steps", steps, "--eval-every", "0")
     command = [sys.executable, str(recipes / f"{recipe}.py"), "--out", str(base), *flags]
     # In another process: a recipe sets numerics, signals and process groups of its own.
