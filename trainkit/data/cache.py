@@ -272,7 +272,8 @@ def _open(path: Path, key: _Key) -> _Plan:
         if difference := _find_difference(header["key"], key):
             raise ValueError(f"it is the packing of another key: {difference}")
         start = file.tell()
-        rows, pieces = header["rows"], header["pieces"]
+        rows = header["rows"]
+        pieces = header["pieces"]
         size = os.fstat(file.fileno()).st_size
         expected = start + 8 * (rows + 1 + 3 * pieces)
         # A truncated file, or a forged number of rows, is found before anything of that size is
@@ -301,7 +302,8 @@ def _get_arrays(bins: Bins) -> list[np.ndarray[Any, Any]]:
 def _find_difference(got: _Key, want: _Key) -> str | None:
     """Describe the first field in which two keys differ."""
     for name in sorted({*got, *want}):
-        actual, expected = got.get(name, "nothing"), want.get(name, "nothing")
+        actual = got.get(name, "nothing")
+        expected = want.get(name, "nothing")
         if actual != expected:
             return f"{name} is {actual!r} instead of {expected!r}"
     return None

@@ -188,7 +188,8 @@ def concat_packed(packed: Mapping[str, PackedCorpus]) -> PackedCorpus:
     (first_name, first), *others = packed.items()
     for name, other in others:
         for field in ("capacity", "multiple_of"):
-            expected, actual = getattr(first.bins, field), getattr(other.bins, field)
+            expected = getattr(first.bins, field)
+            actual = getattr(other.bins, field)
             if actual != expected:
                 raise ValueError(
                     f"concat_packed: bins must have one {field}: {first_name!r} has {expected}, "

@@ -407,7 +407,8 @@ def make_eval_batches(
 
 
 def _check_row_length(bins: Bins, data_shard: DataShard) -> None:
-    ring, ulysses = data_shard.ring.count, data_shard.ulysses.count
+    ring = data_shard.ring.count
+    ulysses = data_shard.ulysses.count
     multiple = math.lcm(2 * ring if ring > 1 else 1, ring * ulysses)
     if bins.capacity % multiple:
         raise ConfigError(

@@ -234,7 +234,8 @@ def _make_tiles(
     # The largest shard decides, so that all ranks have the same slices of tokens.
     words = axis.largest if isinstance(axis, VocabularyAxis) else max(1, len(weight))
     if whole_rows:
-        rows, part = chunk or get_chunk_size(weight, axis), words
+        rows = chunk or get_chunk_size(weight, axis)
+        part = words
     else:
         size = min(_TILE, chunk * words) if chunk else _TILE
         rows = max(1, min(tokens, _ROWS, size))

@@ -135,7 +135,8 @@ def uniform_symmetric(
 
 
 def _fill_box(fill: Any, key: int, shape: Sequence[int], offset: Sequence[int] | None) -> Tensor:
-    shape_, offset_ = tuple(shape) or (1,), tuple(offset or (0,) * max(len(shape), 1))
+    shape_ = tuple(shape) or (1,)
+    offset_ = tuple(offset or (0,) * max(len(shape), 1))
     if len(shape_) != len(offset_):
         raise ValueError(f"noise: shape {shape_} and offset {offset_} differ in length")
     keys = row_keys(key, shape_, offset_)
@@ -250,7 +251,8 @@ def dropout(
             f"dropout: keys {tuple(keys.shape)} must have the shape of x "
             f"{tuple(x.shape)} without its last dimension"
         )
-    features, first = x.shape[-1], offset or 0
+    features = x.shape[-1]
+    first = offset or 0
     if (features != width and offset is None) or not 0 <= first <= width - features:
         raise ValueError(
             f"dropout: x has {features} of the {width} features at {name!r}; give the index of "

@@ -406,7 +406,8 @@ def _find_position(order: Any, quotas: Any, lag: Any) -> Any:
                 distance = max(distance, abs(period_lag[source] - lag[source]))
         # Of positions that are equal but for rounding, the first one on any machine.
         if distance < smallest - 1e-9:
-            best, smallest = row, distance
+            best = row
+            smallest = distance
         for source in range(quotas.size):
             period_lag[source] += quotas[source] / order.size
         period_lag[order[row]] -= 1

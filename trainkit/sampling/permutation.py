@@ -116,9 +116,11 @@ def _permute(index: Any, count: Any, key: Any, half: int) -> Any:
             _apply_rounds(values[:size], keys, half_, mask)
         num_outside = 0
         for i in range(size):
-            value, target = values[i], targets[i]
+            value = values[i]
+            target = targets[i]
             out[target] = value  # overwritten until the value is inside
-            values[num_outside], targets[num_outside] = value, target
+            values[num_outside] = value
+            targets[num_outside] = target
             num_outside += value >= count
         size = num_outside
     return out
@@ -127,7 +129,8 @@ def _permute(index: Any, count: Any, key: Any, half: int) -> Any:
 @jit
 def _apply_rounds(values: Any, keys: Any, half: Any, mask: Any) -> None:
     for i in range(values.size):
-        left, right = values[i] >> half, values[i] & mask
+        left = values[i] >> half
+        right = values[i] & mask
         for number in range(ROUNDS):
             left, right = right, left ^ (mix_bits(keys[number] + right) & mask)
         values[i] = (left << half) | right
@@ -136,7 +139,8 @@ def _apply_rounds(values: Any, keys: Any, half: Any, mask: Any) -> None:
 @jit
 def _apply_rounds_by_table(values: Any, table: Any, half: Any, mask: Any) -> None:
     for i in range(values.size):
-        left, right = values[i] >> half, values[i] & mask
+        left = values[i] >> half
+        right = values[i] & mask
         for number in range(ROUNDS):
             left, right = right, left ^ table[number, right]
         values[i] = (left << half) | right
