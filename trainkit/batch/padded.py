@@ -70,6 +70,7 @@ def shift_tokens(
     for name, value in sample.items():
         if not isinstance(value, torch.Tensor) or value.ndim == 0:
             shifted[name] = value
+        # Made anew: the last position has no target, and the first must be 0.
         elif name == "position_ids" and len(value) == length:
             shifted[name] = torch.arange(max(length - 1, 0), device=value.device)
         elif name == "labels" or name in targets:

@@ -198,6 +198,7 @@ def _load_on_all_ranks(
         local_bins.append(bins)
         return sha256
 
+    # A fit that depends on more than its arguments would train every rank on other rows.
     for rank, got in enumerate(run_on_all_ranks(follow, axis)):
         if got != want:
             raise DataError(
@@ -222,6 +223,7 @@ def _load_or_write(path: Path, key: _Key, make_plan: _MakePlan, log: Log) -> tup
     num_rows = len(plan[0])
     try:
         _write(path, key, *plan)
+        # Read back: rank 0 maps the file as the others do, and every byte is checked.
         opened = _open(path, key)
     except _UNUSABLE as error:
         # A full disk ends the run: it would fail at its first checkpoint.

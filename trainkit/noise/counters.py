@@ -161,6 +161,7 @@ def make_token_keys(token_index: Tensor, *, seed: int, step: int) -> Tensor:
         >>> torch.equal(keys[1:], make_token_keys(torch.tensor([[3, 4, 5]]), seed=0, step=4))
         True
     """
+    # One hash for each token: the step's key is computed once, on the host.
     return mix_bits_tensor(token_index * to_int64(GOLDEN) + to_int64(make_key(seed, "token", step)))
 
 
@@ -205,6 +206,7 @@ def make_random_bits(keys: Tensor, *, name: str, features: int, first: int = 0) 
         True
     """
     feature = torch.arange(first, first + features, device=keys.device) * to_int64(GOLDEN)
+    # Mixed between token and feature, so that two modules do not have shifted copies of one mask.
     site = mix_bits_tensor(keys ^ to_int64(make_key(name)))
     return _shift_right(mix_bits_tensor(site.unsqueeze(-1) + feature), 11)
 

@@ -96,6 +96,7 @@ def _permute(index: Any, count: Any, key: Any, half: int) -> Any:
     half_ = np.uint64(half)
     side = 1 << half
     mask = np.uint64(side - 1)
+    # With fewer indices than the table has entries, filling it would take longer than it saves.
     table = np.empty((ROUNDS, side if index.size >= side else 0), np.uint32)
     for number in range(ROUNDS):
         for right in range(table.shape[1]):
@@ -121,6 +122,7 @@ def _permute(index: Any, count: Any, key: Any, half: int) -> Any:
             out[target] = value  # overwritten until the value is inside
             values[num_outside] = value
             targets[num_outside] = target
+            # No branch: an element that is inside is overwritten by the next one.
             num_outside += value >= count
         size = num_outside
     return out
