@@ -177,7 +177,8 @@ def _members(path: Path) -> Iterator[tuple[str, str, str | None, int]]:
         if isinstance(node, ast.FunctionDef) and node.name[0] != "_":
             yield node.name, signature(node, text), ast.get_docstring(node), node.lineno
         elif isinstance(node, ast.ClassDef) and node.name[0] != "_":
-            fields = [field(part) for part in node.body if isinstance(part, ast.AnnAssign)]
+            stated = [part for part in node.body if isinstance(part, ast.AnnAssign)]
+            fields = [field(part) for part in stated if not text(part.target).startswith("_")]
             bases = f"({', '.join(map(text, node.bases))})" if node.bases else ""
             shown = "\n    ".join([f"class {node.name}{bases}:", *fields]).removesuffix(":")
             inner = [part for part in node.body if isinstance(part, ast.FunctionDef)]

@@ -122,7 +122,7 @@ def problems_of_command(line):
     if words[:3] == ["python", "-m", "trainkit"]:
         try:
             with contextlib.redirect_stderr(io.StringIO()) as stderr:
-                command_line._parser().parse_args(words[3:])
+                command_line._make_parser().parse_args(words[3:])
         except SystemExit:
             return [stderr.getvalue()]
     elif words[:1] not in (["pip"], ["cat"], ["pytest"]):

@@ -321,6 +321,7 @@ def private_names(text):
     nodes = list(ast.walk(tree))
     own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     own |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+    own |= {ast.unparse(node.target) for node in nodes if isinstance(node, ast.AnnAssign)}
     found = set()
     for node in nodes:
         if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
@@ -328,7 +329,8 @@ def private_names(text):
         if isinstance(node, ast.ImportFrom | ast.Import):
             found |= {name for name in _imported(node) if "._" in f".{name}"}
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in {"getattr", "hasattr"}:
-            found |= {str(node.args[1].value)} if isinstance(node.args[1], ast.Constant) else set()
+            named = node.args[1:2]  # none of `getattr(*pair)`
+            found |= {str(x.value) for x in named if isinstance(x, ast.Constant)}
     last = {name.rpartition(".")[2] for name in found if "._" in f".{name}" and "__" not in name}
     return last - own
 

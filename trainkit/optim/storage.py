@@ -191,6 +191,9 @@ def encode_moment(
 def write_unless_skipped_(out: Tensor, values: Tensor, found_inf: Tensor | None) -> None:
     """Write the values of a step, unless it is skipped on the device: `found_inf` is set and not 0.
 
+    Effects:
+        Writes `out`.
+
     Examples:
         >>> out = torch.zeros(2)
         >>> write_unless_skipped_(out, torch.ones(2), torch.tensor(1.0))

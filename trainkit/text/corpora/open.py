@@ -284,7 +284,8 @@ def open_conversations(
 
     Examples:
         >>> import tempfile
-        >>> from trainkit.text.chat import CHATML_SPECIAL, TEMPLATES, make_chat_encoder
+        >>> from trainkit.text.chat import CHATML_SPECIAL, make_chat_encoder
+        >>> from trainkit.text.chat.templates import TEMPLATES
         >>> tokenizer = make_byte_tokenizer(CHATML_SPECIAL)
         >>> encode = make_chat_encoder(tokenizer, template=TEMPLATES["chatml"])
         >>> with tempfile.TemporaryDirectory() as folder:

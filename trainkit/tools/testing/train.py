@@ -51,6 +51,7 @@ MakePlan = Callable[[ParallelState, LayoutCase], Sequence[ModelTransform]]
 """`MakePlan(ps, case) -> transforms`: the plan of `build_stages` in a case."""
 
 MakeLoss = Callable[[ParallelState], Loss]
+MakeStages = Callable[[ParallelState], Stages]
 """`MakeLoss(ps) -> Loss`: for a loss that communicates."""
 
 Optimizers = Callable[[Sequence[nn.Module], Axis], torch.optim.Optimizer]
@@ -202,9 +203,7 @@ def train_layout(training: Training, case: LayoutCase) -> Outcome:
     )
 
 
-def _train(
-    training: Training, case: LayoutCase, make_stages: Callable[[ParallelState], Stages]
-) -> Outcome:
+def _train(training: Training, case: LayoutCase, make_stages: MakeStages) -> Outcome:
     with parallel_session(case.layout) as ps:
         stages = make_stages(ps)
         named = get_named_parameters(stages)
