@@ -321,6 +321,7 @@ def private_names(text):
     nodes = list(ast.walk(tree))
     own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     own |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+    own |= {ast.unparse(node.target) for node in nodes if isinstance(node, ast.AnnAssign)}
     found = set()
     for node in nodes:
         if isinstance(node, ast.Attribute) and node.attr.startswith("_"):

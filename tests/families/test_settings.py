@@ -51,7 +51,6 @@ SKIPPED_PARAMETERS = {
 """Parameters of these names are not tried, and why."""
 
 SKIPPED = {
-    "schedules.check_range": "the check itself",
     "models.KVCache": "a record of slots, made by generation",
     "models.ExpertMlp": "a module of a decoder, whose Experts are tried",
     "models.Router": "a module of a decoder, whose Experts are tried",
