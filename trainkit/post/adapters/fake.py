@@ -171,7 +171,7 @@ class Fake(nn.Module):
             x = _round_straight_through(x, self.fake.round_activation)
         return nn.functional.linear(x, weight, self.bias)
 
-    def cut_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
+    def shard_by_style_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
         """Record which side of the weight tensor parallelism shards.
 
         Effects:
@@ -180,7 +180,7 @@ class Fake(nn.Module):
         Raises:
             ConfigError: The ranks' parts of the side are not whole blocks of the format.
         """
-        dim = style.cuts.get("weight")
+        dim = style.shard_dims.get("weight")
         form = self.fake.weights
         if dim is None:
             return style
