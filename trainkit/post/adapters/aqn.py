@@ -94,7 +94,7 @@ def _add_matrix_noise(
         (module, canonical_name(f"{path}.{key}" if path else key), module.get_parameter(key))
         for stage in stages
         for path, module in stage.named_modules()
-        for key in vars(module).get("packings", {})
+        for key in vars(module).get("quantizations", {})
     ]
     if not matrices:
         raise ConfigError(
