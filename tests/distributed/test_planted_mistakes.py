@@ -29,7 +29,7 @@ from trainkit.models import RoutingTape, call_routed, call_with_noise, experts
 from trainkit.noise import counters
 from trainkit.parallel.grad_reduction import Reduction
 from trainkit.post.adapters import lowrank
-from trainkit.tools.testing import deal, train
+from trainkit.tools.testing import distribute_batch, train
 from trainkit.tools.testing.builtin import (
     CAPACITY,
     CONFIG,
@@ -86,8 +86,10 @@ def wrap_loss(wrapper):
 
 
 def wrap_shard(change):
-    shard = deal.shard_sequence
-    PATCH.setattr(deal, "shard_sequence", lambda batch, **parts: change(shard(batch, **parts)))
+    shard = distribute_batch.shard_sequence
+    PATCH.setattr(
+        distribute_batch, "shard_sequence", lambda batch, **parts: change(shard(batch, **parts))
+    )
 
 
 def labels_shifted_after_sharding(_ps):

@@ -46,7 +46,7 @@ from trainkit.tools.testing.builtin import (
 )
 from trainkit.tools.testing.cases import LayoutCase
 from trainkit.tools.testing.certificate import TIERS, format_text
-from trainkit.tools.testing.deal import deal_batch
+from trainkit.tools.testing.distribute_batch import distribute_batch
 from trainkit.tools.testing.train import certificate_weights
 from trainkit.types import Axis, ConfigError, Layout, Share
 
@@ -116,7 +116,7 @@ def stage_of(ps, *plan, config=CONFIG, **options):
 def gradients(ps, *plan, batch=None, **options):
     """Return the gradients of one step, whole, by name."""
     (model,) = stages = stage_of(ps, *plan, **options)
-    batches = deal_batch(batch or decoder_batch(0), ps.data_shard)
+    batches = distribute_batch(batch or decoder_batch(0), ps.data_shard)
     run = tk.make_forward_backward(stages, add_router_losses(next_token), call=call_routed)
     run(batches, denominator={"loss": torch.tensor(100)})
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -267,7 +267,7 @@ def sums_of(batch, layout, *, config=QUIET, balance="batch", rows=1):
         )
         loads = torch.arange(len(config.expert_layers) * 8).view(-1, 8)
         tk.models.update_routers_(stages, loads, rate=0.05)
-        batches = deal_batch(batch, ps.data_shard, rows_per_microbatch=rows)
+        batches = distribute_batch(batch, ps.data_shard, rows_per_microbatch=rows)
         trained = tk.all_sum(tk.count_valid_tokens(batches), ps.loss)
         seen = tk.all_sum(tk.count_tokens(batches), ps.loss)
         run = tk.make_forward_backward(stages, expert_loss, call=call_routed)
@@ -356,7 +356,7 @@ def test_choices_that_come_with_a_batch_are_shared_out_as_its_tokens_are():
 def own_gradients(ps, stages, step=0, reduce="last"):
     """Return this rank's gradients of one batch, with the noise of a step."""
     key = {"noise_key": decoder_batch(step).extra["noise_key"]}
-    (batch,) = deal_batch(attrs.evolve(decoder_batch(0), extra=key), ps.data_shard)
+    (batch,) = distribute_batch(attrs.evolve(decoder_batch(0), extra=key), ps.data_shard)
     batches = split_batch(batch, 1)
     run = tk.make_forward_backward(
         stages, add_router_losses(next_token), call=call_routed, reduce=reduce
@@ -424,7 +424,7 @@ def refused_to_round():
                 run()
             messages.append(str(caught.value))
         (model,) = stage_of(ps, expert_parallel(), expert_wire_dtype=torch.bfloat16)
-        (batch,) = deal_batch(decoder_batch(0), ps.data_shard)
+        (batch,) = distribute_batch(decoder_batch(0), ps.data_shard)
         with pytest.raises(RuntimeError, match="expert_wire_dtype") as caught:
             call_routed(model, batch).output.sum().backward()
         return [*messages, str(caught.value)]
