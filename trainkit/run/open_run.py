@@ -294,15 +294,15 @@ class Run:
             stages: This rank's stages.
             optimizer: The optimizer of their parameters.
             request: "auto", "never", or a checkpoint; see `checkpoint.resume`.
-            config: See `gather_facts`.
-            model: See `gather_facts`.
-            tokenizer: See `gather_facts`.
-            rows: See `gather_facts`.
-            corpora: See `gather_facts`.
-            first: See `gather_facts`.
-            context: See `gather_facts`.
-            template: See `gather_facts`.
-            facts: See `gather_facts`.
+            config: The record of the run's flags; see `gather_facts` for this and the next eight.
+            model: The configuration of the model.
+            tokenizer: The tokenizer.
+            rows: The rows of the training data.
+            corpora: The corpora by name, if each is a part of a mixture.
+            first: Where the initial weights are from.
+            context: The longest text that the model is trained on.
+            template: The name of the chat template.
+            facts: Other facts by name, or a function that returns them.
             rules: Which facts may change; by default those of the fields of `config`.
 
         Effects:
@@ -800,7 +800,7 @@ def gather_facts(
     template: str | None = None,
     facts: Facts | None = None,
 ) -> Facts:
-    """Return what a run must be continued with, as facts for its checkpoints.
+    """Return the facts that checkpoints of a run store, and that a resumed run must share.
 
     Args:
         config: The record of the run's flags; which of them count, see `config.option`.
@@ -808,14 +808,14 @@ def gather_facts(
         tokenizer: The tokenizer; checkpoints store its hash.
         rows: The rows of the training data; checkpoints store hashes of corpus and packing.
         corpora: The corpora by name, if each is a part of a mixture under its name.
-        first: Where the first weights are from, for the context.
-        context: The longest text that the model is trained on; where a folder that the run begins
-            with says that its model is for longer ones, that counts.
+        first: Where the initial weights are from, for the context.
+        context: The longest text that the model is trained on, or that of the Hugging Face folder
+            in `first`, if it is longer.
         template: The name of the chat template; checkpoints store its hash.
         facts: Others by name, or a function that returns them from the number of global batches.
 
     Returns:
-        {name: value}; a function, as `facts` is, if that is one.
+        {name: value}; a function, if `facts` is one.
 
     Examples:
         >>> from trainkit.models import make_decoder_config
