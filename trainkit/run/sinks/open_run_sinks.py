@@ -70,6 +70,7 @@ def open_run_sinks(
     warn: Log = logger.warning
     if step < last:
         (run_dir / "final.json").unlink(missing_ok=True)  # of an earlier end
+    # Lines after the step that is resumed from go: those steps are repeated.
     rewound = rewind_jsonl(run_dir / "metrics.jsonl", step)
     reached = step
     # Problems of events.jsonl itself are only printed: as events they would wait for themselves.
@@ -82,6 +83,7 @@ def open_run_sinks(
                 event("rewind", step=step - 1, repeated=reached - step + 1)
             reached = step
 
+        # TensorBoard and W&B group curves by the part of a name before the slash.
         def write_curves(step: int, values: Mapping[str, Any]) -> None:
             others(step, {f"train/{name}": value for name, value in values.items()})
 
