@@ -327,8 +327,8 @@ def judge_step(
         seen: The health state that `make_finite_check` of this step got, if that was an earlier
             one: whether a spike is skipped depends on the limits of the device.
         damage: Called after bad steps only, on all ranks; returns the names of parameters and
-            moments that are not finite, as `checkpoint.find_nonfinite_state` does. Skipping steps
-            does not repair these.
+            moments that are not finite, as `replica_check.find_nonfinite_state` does. Skipping
+            steps does not repair these.
 
     Returns:
         The action, and the new state.

@@ -393,7 +393,7 @@ def is_due(step: int, every: int, *, last: int | None = None, powers_of_two: boo
         every: The period; 0 means never, not even at the last step.
         last: The last step of the run, which is always due.
         powers_of_two: Steps 1, 2, 4, 8 and so on are due too, even if `every` is 0: the checkpoints
-            that `checkpoint.Retention(powers_of_two=True)` retains.
+            that `retention.Retention(powers_of_two=True)` retains.
 
     Raises:
         ValueError: `every` is negative.
