@@ -575,10 +575,10 @@ def test_choices_that_come_with_a_batch_are_taken_and_wrong_ones_are_refused():
     is_token = batch.document_ids >= 0
     want = torch.bincount(choices[:, :, 0][is_token].flatten(), minlength=8)
     assert torch.equal(out.sums[:, 3:], want.float().expand(2, -1))
-    for wrong, said in (
+    for wrong, message in (
         (choices[:, :, :1], r"choices must be \[B, S, 2, k\], for 2 layers, got \[4, 64, 1, 2\]"),
         (choices + 4, r"choices must be int64 \[256, 2\], of each token distinct ones in \[0, 8\)"),
         (choices[..., :1], r"choices must be int64 \[256, 2\], .* got torch.int64 \[256, 1\]"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             call_routed(model, attrs.evolve(batch, extra={"choices": wrong, **batch.extra}))
