@@ -345,7 +345,7 @@ def fails_on_rank_one(kind):
     def work():
         if torch.distributed.get_rank() == 1:
             raise {
-                "ours": ConfigError("no such thing", hint="mend it"),
+                "ours": ConfigError("no such thing", hint="fix it"),
                 "argument": ValueError("no such number"),
                 "other": KeyError("x"),
             }[kind]
@@ -354,15 +354,15 @@ def fails_on_rank_one(kind):
     with tk.parallel_session() as ps:
         try:
             return run_on_all_ranks(work, ps.world)
-        except Exception as error:  # noqa: BLE001 (any kind is told)
+        except Exception as error:  # noqa: BLE001 (any kind is reported)
             return type(error).__name__, str(error), getattr(error, "hint", None)
 
 
 def test_what_fails_on_one_rank_fails_on_all_and_names_it():
     found = run_ranks(fails_on_rank_one, 2, "ours")
     assert found == [
-        ("ConfigError", "rank 1: no such thing: mend it", "mend it"),
-        ("ConfigError", "no such thing: mend it", "mend it"),
+        ("ConfigError", "rank 1: no such thing: fix it", "fix it"),
+        ("ConfigError", "no such thing: fix it", "fix it"),
     ]
     first, _ = run_ranks(fails_on_rank_one, 2, "argument")
     assert first == ("TrainkitError", "rank 1: no such number", None)

@@ -193,6 +193,7 @@ def check_range(
     """
     bounds = {"at least": at_least, "above": above, "at most": at_most, "below": below}
     values = [value for value in arguments.values() if value is not None]
+    # Infinity would pass a bound on one side, and the text of the error should say so.
     is_finite = all(map(math.isfinite, values))
     if is_finite and all(
         (at_least is None or value >= at_least)
@@ -299,6 +300,7 @@ FoldSP = Literal["all", "ring", "ulysses", "none"]
 
 
 def _degree(default: int = 1) -> Any:
+    # Only dp_shard can be -1, as one degree at most can follow from the others.
     above = satisfies(lambda value: value > 0 or value == -1, "above 0, or -1 for the rest")
     validator = above if default == -1 else positive
     return attrs.field(default=default, validator=validator, metadata={"degree": True})
@@ -385,6 +387,7 @@ class Layout:
     @property
     def degrees(self) -> dict[str, int]:
         """All degrees by name, outermost first; ep last, which is no factor of the world."""
+        # The metadata of `_degree` marks them, so that a new degree is one new field.
         names = [field.name for field in attrs.fields(Layout) if "degree" in field.metadata]
         return {name: getattr(self, name) for name in names}
 
@@ -495,6 +498,7 @@ class Precision:
             )
 
     def __str__(self) -> str:
+        # fp32 throughout needs no details.
         others = self.storage, self.reduction, self.moments
         if {self.compute, *others} == {"auto"} or {self.compute, *others} <= {"auto", "fp32"}:
             return self.compute if self.compute != "auto" else "fp32"
@@ -820,10 +824,12 @@ class Bins:
     def __getitem__(self, index: int) -> list[tuple[int, int, int]]:
         """Return the pieces of row `index` as (document, start, length)."""
         if not -len(self) <= index < len(self):
+            # An IndexError, because it ends a `for` loop over the rows.
             raise IndexError(f"row {index} of {len(self)}")
         index %= len(self)
         part = slice(self.offsets[index], self.offsets[index + 1])
         columns = self.documents[part], self.starts[part], self.lengths[part]
+        # Python integers, not numpy's, which print as np.int64(3).
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
@@ -963,6 +969,7 @@ class Batch(Mapping[str, Any]):
                 )
 
     def __getitem__(self, name: str) -> Any:
+        # Not getattr for any name: methods and properties are no entries.
         if name in BATCH_TENSORS or name == "spans":
             return getattr(self, name)
         return self.extra[name]
@@ -1027,6 +1034,7 @@ class Update:
     @property
     def metrics(self) -> dict[str, Tensor | float]:
         """The metrics of the update; the last two only with a loss scale."""
+        # Tensors stay on the device, where `~` needs no host sync.
         metrics: dict[str, Tensor | float] = {"grad_norm": self.norm, "skipped": ~self.applied}
         if self.loss_scale is not None and self.overflowed is not None:
             metrics["loss_scale"] = self.loss_scale
