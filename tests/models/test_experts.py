@@ -195,19 +195,24 @@ def test_choices_that_were_made_before_are_taken_with_weights_of_now():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("choose", "message"),
     [
-        ({"chosen": 5}, "5 of 4 experts cannot be chosen"),
-        ({"chosen": 0}, "0 of 4 experts"),
-        ({"chosen": 1, "is_token": torch.ones(2, dtype=torch.bool)}, r"is_token must be \[3\]"),
-        ({"chosen": 2, "indices": torch.zeros(3, 1).long()}, r"indices must be \[3, 2\]"),
+        (lambda route, logits: route(logits, 5), "5 of 4 experts cannot be chosen"),
+        (lambda route, logits: route(logits, 0), "0 of 4 experts"),
+        (
+            lambda route, logits: route(logits, 1, is_token=torch.ones(2, dtype=torch.bool)),
+            r"is_token must be \[3\]",
+        ),
+        (
+            lambda route, logits: route(logits, 2, indices=torch.zeros(3, 1).long()),
+            r"indices must be \[3, 2\]",
+        ),
     ],
 )
-def test_what_does_not_fit_is_refused(arguments, message):
-    chosen = arguments.pop("chosen")
+def test_what_does_not_fit_is_refused(choose, message):
     for route in (softmax_topk, sigmoid_topk):
         with pytest.raises(ValueError, match=f"{route.__name__}: .*{message}"):
-            route(torch.zeros(3, 4), chosen, **arguments)
+            choose(route, torch.zeros(3, 4))
     with pytest.raises(ValueError, match="cannot be chosen from 1 of 3 equal groups"):
         sigmoid_topk(torch.zeros(3, 4), 1, groups=3)
     with pytest.raises(ConfigError, match="9 of 8 experts"):
