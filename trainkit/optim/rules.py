@@ -28,6 +28,8 @@ def _one_more(counts: Mapping[str, Any]) -> dict[str, Any]:
 
 def adamw_rule(p: Any, g: Any, m: Any, v: Any, c: Any) -> Any:
     """Return the parameter and both moments after a step."""
+    # `scale` = 1 / (1 - beta1^t) and `scale_sq` = (1 - beta2^t)^-0.5 correct the bias. Constants
+    # come in c: a literal such as 1.0 would make numba compute in 64 bits.
     lr, decay, against, new, new_sq, scale, scale_sq, eps = c
     m = m + (g - m) * new
     v = v + (g * g - v) * new_sq
