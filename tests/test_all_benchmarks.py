@@ -75,3 +75,11 @@ def test_what_is_not_there_is_refused(tmp_path, capsys):
     assert "there is no benchmark slow" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="there is no commit 'nowhere'"):
         command.main(["--against", "nowhere"], root=tmp_path)
+
+
+def test_a_script_that_breaks_is_no_missed_bound(tmp_path, capsys):
+    command = load()
+    benchmarks, _ = repository(tmp_path)
+    (benchmarks / "quick.py").write_text("no_such_name\n")
+    assert command.main(["--against", "none"], root=tmp_path) == 1
+    assert "| quick | failed, 0 s |" in capsys.readouterr().out

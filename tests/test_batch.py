@@ -39,7 +39,7 @@ from trainkit.batch.shards import shard_sequence
 from trainkit.data.concat import concat_corpora
 from trainkit.data.corpus import TokenCorpus
 from trainkit.packing import pack_bins
-from trainkit.tools.testing.deal import deal_batch
+from trainkit.tools.testing.distribute_batch import distribute_batch
 from trainkit.types import IGNORED_LABEL, Bins, DataError, DataShard, Share, Spans
 
 TENSORS = ("input_ids", "labels", "position_ids", "document_ids", "token_index")
@@ -372,8 +372,8 @@ def test_padding_is_short_spans_wherever_it_comes_from(ring):
     corpus, solo, multiple_of = corpus_of([3]), Share(0, 1), 2 * ring
     bins = pack_bins(corpus.lengths, 3072, multiple_of=multiple_of)
     row, filled = (collate_bins(corpus, bins, x, row_positions=x) for x in ([0], [0, -1]))
-    [sharded] = deal_batch(row, DataShard(), rows_per_microbatch=2)
-    whole = [row, filled, sharded, make_padding_batch(2, 3072, multiple_of=multiple_of)]
+    [microbatch] = distribute_batch(row, DataShard(), rows_per_microbatch=2)
+    whole = [row, filled, microbatch, make_padding_batch(2, 3072, multiple_of=multiple_of)]
     for batch in [*whole, *(shard_sequence(x, ring=Share(0, ring), ulysses=solo) for x in whole)]:
         lengths = batch.spans.lengths
         assert lengths.sum() == batch.input_ids.numel()

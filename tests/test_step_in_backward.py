@@ -22,7 +22,7 @@ from trainkit.tools.testing.builtin import (
     expert_loss,
     with_experts,
 )
-from trainkit.tools.testing.deal import deal_batch
+from trainkit.tools.testing.distribute_batch import distribute_batch
 from trainkit.tools.testing.train import certificate_optimizer, certificate_weights
 from trainkit.types import SOLO, Axis, ConfigError, Share
 
@@ -159,7 +159,7 @@ def train_experts(layout, *, in_backward):
         )
         norms = []
         for step in range(3):
-            batches = deal_batch(decoder_batch(step), ps.data_shard, rows_per_microbatch=1)
+            batches = distribute_batch(decoder_batch(step), ps.data_shard, rows_per_microbatch=1)
             tokens = tk.all_sum(tk.count_valid_tokens(batches), ps.loss)
             if in_backward:
                 with step_in_backward(lr=1e-2, microbatches=len(batches)) as updated:

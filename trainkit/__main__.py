@@ -28,15 +28,13 @@ interrupted.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from pathlib import Path
 from typing import NoReturn
 
 import orjson
 
 from trainkit.run.config import check_argv
-from trainkit.run.errors import get_exit_code
+from trainkit.run.errors import get_exit_code, open_standard_streams
 from trainkit.tools.commands import certify, checkpoint, data, export, pack, plan, prepare, score
 from trainkit.tools.commands.text import as_text
 from trainkit.types import ConfigError
@@ -83,9 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         as JSON elsewhere.
     """
     words = sys.argv[1:] if argv is None else argv
-    for name in ("stdout", "stderr"):  # None where it was closed before Python started
-        if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
+    open_standard_streams()
     is_for_people = sys.stdout.isatty() and "--json" not in words
     if not words:
         _make_parser().print_help()
@@ -108,6 +104,7 @@ def main(argv: list[str] | None = None) -> int:
             return code
     if is_for_people and not isinstance(report, str):
         report = as_text(report)
+    # UTF-8 whatever the locale, as a program that reads JSON expects.
     text = report.encode() if isinstance(report, str) else orjson.dumps(report, option=_INDENT)
     sys.stdout.buffer.write(text + b"\n")
     return code

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -314,7 +314,6 @@ def clip_grads_(
     axis: Axis = SOLO,
     norm_type: float = 2.0,
     groups: Iterable[Mapping[str, Any]] = (),
-    scale: Tensor | float | None = None,
 ) -> Tensor:
     """Clip the norm of the whole model's gradient: torch's `clip_grad_norm_` for any layout.
 
@@ -329,8 +328,6 @@ def clip_grads_(
         groups: Parameter groups, as in `optimizer.param_groups`, the same on all ranks and stages.
             A group with a "max_norm" (`math.inf` never clips) is measured and clipped separately,
             all other parameters together, by `max_norm`.
-        scale: The loss scale of the gradients (`batch.scaled`); gradients and norm are divided by
-            it, before the norm is compared with `max_norm`.
 
     Returns:
         The norm of the whole before clipping, a 0-d tensor, equal on all ranks.
@@ -352,7 +349,7 @@ def clip_grads_(
     """
     params, axis = _list_params("clip_grads_", params, axis)
     return _clip_grads_(
-        params, max_norm=max_norm, axis=axis, norm_type=norm_type, groups=groups, scale=scale
+        params, max_norm=max_norm, axis=axis, norm_type=norm_type, groups=groups, scale=None
     )[0]
 
 
@@ -459,7 +456,8 @@ def clip_and_step(
             skips the step, all do. That is needed only for ranks that compute equal numbers without
             a collective, in case one of them makes an error.
         norm_type: The type of the norm; see `grad_norm`.
-        scale: The loss scale of the gradients; see `clip_grads_` and `health.get_loss_scale`.
+        scale: The loss scale of the gradients (`health.get_loss_scale`); gradients and norm are
+            divided by it, before the norm is compared with `max_norm`.
 
     Returns:
         The norm before clipping, and whether the step was taken, which is equal on all ranks of
@@ -588,6 +586,23 @@ def _can_skip_on_device(optimizer: Any) -> bool:
 # ------------------------------------------------------------------------------------- in backward
 
 
+class StepInBackward(Protocol):
+    """A context manager that steps parameters within the backward passes of its block.
+
+    It yields a function that returns the `Update` after the block; see `make_step_in_backward`.
+    """
+
+    def __call__(
+        self,
+        *,
+        lr: float | None,
+        max_norm: float | None = None,
+        norm: Tensor | float | None = None,
+        microbatches: int = 1,
+        scale: Tensor | float | None = None,
+    ) -> AbstractContextManager[Callable[[], Update]]: ...
+
+
 def make_step_in_backward(
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
@@ -596,7 +611,7 @@ def make_step_in_backward(
     sp: Axis,
     log: Log,
     reduce: Reduce = "last",
-) -> Callable[..., AbstractContextManager[Callable[[], Update]]]:
+) -> StepInBackward:
     """Return a context manager that steps parameters, and frees gradients, within backward passes.
 
     With one microbatch there are only a few gradients at a time: those of one parameter, or of one
@@ -630,9 +645,8 @@ def make_step_in_backward(
         reduce: The same as for `forward_backward`.
 
     Returns:
-        `step_in_backward(*, lr, max_norm=None, norm=None, microbatches=1, scale=None)`, a context
-        manager that yields a function which returns the `Update` after the block. `norm` is a 0-d
-        tensor or a number; if it is not finite, nothing is stepped. `scale` is that of
+        `step_in_backward(*, lr, max_norm=None, norm=None, microbatches=1, scale=None)`. `norm` is
+        a 0-d tensor or a number; if it is not finite, nothing is stepped. `scale` is that of
         `clip_and_step`. A block that fails leaves some parameters stepped, and their gradients
         freed: resume from a checkpoint.
 

@@ -327,8 +327,8 @@ def judge_step(
         seen: The health state that `make_finite_check` of this step got, if that was an earlier
             one: whether a spike is skipped depends on the limits of the device.
         damage: Called after bad steps only, on all ranks; returns the names of parameters and
-            moments that are not finite, as `checkpoint.find_nonfinite_state` does. Skipping steps
-            does not repair these.
+            moments that are not finite, as `replica_check.find_nonfinite_state` does. Skipping
+            steps does not repair these.
 
     Returns:
         The action, and the new state.
@@ -565,12 +565,10 @@ def _compute_limit(values: Sequence[float], policy: Policy) -> float:
     median = _median(recent)
     spread = _SIGMA * _median(sorted(abs(value - median) for value in recent))
     spread = max(spread, _MIN_SPREAD * abs(median))
-    return _round_to_fp32(median + policy.spike_sigmas * spread) if spread else math.inf
-
-
-def _round_to_fp32(x: float) -> float:
+    if not spread:  # only around a median of 0: there is no scale to compare with
+        return math.inf
     try:
-        return struct.unpack("f", struct.pack("f", x))[0]
+        return struct.unpack("f", struct.pack("f", median + policy.spike_sigmas * spread))[0]
     except OverflowError:
         return math.inf
 

@@ -187,12 +187,15 @@ def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, Any]:
         >>> to_host({"loss": torch.tensor(2.5), "load": torch.tensor([[7, 1]]), "lr": 0.1})
         {'loss': 2.5, 'load': [[7, 1]], 'lr': 0.1}
     """
-    tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
+    tensors = {name: x.detach() for name, x in metrics.items() if isinstance(x, Tensor)}
     numbers: dict[str, Any] = {}
     # One flat buffer of 64 bits for each device: a transfer of each tensor would wait each time.
     for device in {value.device for value in tensors.values()}:
         on_device = {name: value for name, value in tensors.items() if value.device == device}
-        flat = [_to_bits(value.detach()).flatten() for value in on_device.values()]
+        flat = [
+            (x.double().view(torch.int64) if x.is_floating_point() else x.long()).flatten()
+            for x in on_device.values()
+        ]
         bits = torch.cat(flat).cpu().numpy()
         ends = np.cumsum([value.numel() for value in on_device.values()])[:-1]
         for (name, value), chunk in zip(on_device.items(), np.split(bits, ends), strict=True):
@@ -202,11 +205,6 @@ def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, Any]:
         name: numbers[name] if isinstance(value, Tensor) else value
         for name, value in metrics.items()
     }
-
-
-def _to_bits(value: Tensor) -> Tensor:
-    """Convert to int64, floating point as the bits of fp64."""
-    return value.double().view(torch.int64) if value.is_floating_point() else value.long()
 
 
 def advance(
@@ -394,6 +392,8 @@ def estimate_gradient_noise(
         >>> estimate_gradient_noise(squares[0], torch.tensor(1), squares[1], tokens)
         (tensor(-10.6667), tensor(11.6667))
     """
+    # With the part's own tokens as the denominator. In expectation the squared norm of a gradient
+    # of n tokens is signal + noise / n: two equations, for the part and for the step.
     small = part_square * tokens / part_tokens * tokens / part_tokens
     rest = tokens - part_tokens
     noise = (small - square) * part_tokens * tokens / rest
@@ -465,6 +465,7 @@ def model_flops(
         raise ValueError(f'model_flops: attention must be "causal" or "full", got {attention!r}')
     tokens = np.asarray(lengths, dtype=np.float64)
     keys = tokens if window is None else np.minimum(tokens, window)
+    # With a window w query i sees min(i, w) keys: w (2 s - w + 1) / 2 pairs of s tokens.
     pairs = tokens * keys if attention == "full" else keys * (2 * tokens - keys + 1) / 2
     linear = 6.0 * linear_parameters * float(tokens.sum())
     return linear + 12.0 * layers * heads * head_dim * float(pairs.sum())

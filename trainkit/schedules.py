@@ -62,6 +62,7 @@ def constant(lr: float, *, warmup: int = 0, warmup_from: float | None = None) ->
         >>> [constant(1.0, warmup=4, warmup_from=0.0)(step) for step in range(6)]
         [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
     """
+    # A schedule without an end has no `total`; the check gets the smallest that it takes.
     _check_arguments("constant", lr, warmup, max(warmup, 1), 0.0, warmup_from)
     return lambda step: lr * _warm_up(step, warmup, warmup_from)
 
@@ -148,7 +149,11 @@ def rex(
         >>> [round(rex(1.0, warmup=0, total=4)(step), 3) for step in range(5)]
         [1.0, 0.857, 0.667, 0.4, 0.0]
     """
-    return _make_decay("rex", _reflected, lr, warmup, total, final, warmup_from)
+
+    def shape(over: float) -> float:
+        return (1 - over) / (0.5 + (1 - over) / 2)
+
+    return _make_decay("rex", shape, lr, warmup, total, final, warmup_from)
 
 
 def power(
@@ -207,6 +212,7 @@ def inverse_sqrt(lr: float, *, warmup: int, warmup_from: float | None = None) ->
         [0.25, 1.0, 1.0, 0.5, 0.1]
     """
     _check_arguments("inverse_sqrt", lr, warmup, max(warmup, 1), 0.0, warmup_from)
+    # Without warm-up sqrt(warmup / step) would be 0 at every step.
     check_range("inverse_sqrt", at_least=1, warmup=warmup)
     return lambda step: (
         lr * (math.sqrt(warmup / step) if step > warmup else _warm_up(step, warmup, warmup_from))
@@ -300,6 +306,7 @@ def piecewise(lr: float, points: Sequence[Point]) -> Schedule:
     steps, fractions, curves = _check_points(points)
 
     def lr_at(step: int) -> float:
+        # The first point that is not before the step.
         after = next((i for i, at in enumerate(steps) if at >= step), len(steps) - 1)
         if after == 0 or step >= steps[after]:
             return lr * fractions[after]
@@ -356,6 +363,7 @@ def infinite(
     """
     name, plateau = "infinite", warmup + cooldown
     _check_arguments(name, lr, warmup, max(warmup, 1), final, warmup_from)
+    # A rate below the peak takes steps to reach, and the peak itself none.
     fits = 0 <= cooldown < math.inf and (stable < 1) == (cooldown > 0)
     if not (fits and 0 <= stable <= 1):
         raise ValueError(
@@ -385,7 +393,7 @@ def is_due(step: int, every: int, *, last: int | None = None, powers_of_two: boo
         every: The period; 0 means never, not even at the last step.
         last: The last step of the run, which is always due.
         powers_of_two: Steps 1, 2, 4, 8 and so on are due too, even if `every` is 0: the checkpoints
-            that `checkpoint.Retention(powers_of_two=True)` retains.
+            that `retention.Retention(powers_of_two=True)` retains.
 
     Raises:
         ValueError: `every` is negative.
@@ -412,10 +420,6 @@ def _straight(over: float) -> float:
 
 def _half_cosine(over: float) -> float:
     return (1 + math.cos(math.pi * over)) / 2
-
-
-def _reflected(over: float) -> float:
-    return (1 - over) / (0.5 + (1 - over) / 2)
 
 
 def _interpolate_linear(start: float, end: float, fraction: float) -> float:

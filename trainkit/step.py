@@ -250,6 +250,7 @@ def evaluate(
                 last = _get_first_batch(batch, stages[0], axis)
             if batch is None:  # another rank has one
                 terms = _compute_terms(stages, last, loss)
+                # Computed for its collectives alone: its terms count as zeros.
                 _add_long(sums, {name: torch.zeros_like(term) for name, term in terms.items()})
                 continue
             last = batch
@@ -326,6 +327,7 @@ def _read_next(source: Iterator[Mapping[str, Any]], axes: Sequence[Axis]) -> Any
         batch = next(source, None)
     except Exception as error:  # noqa: BLE001 (raised below, after the collective)
         failure = error
+    # 0 for no batch, 1 for one, 2 for a failure: the maximum over the axes is what all must know.
     state = torch.tensor(2 if failure is not None else int(batch is not None))
     for axis in axes:
         state = all_max(state.to(get_comm_device(axis)), axis)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainkit.attention import ring, sdpa, ulysses, varlen
+from trainkit.attention import blocks, ring, sdpa, ulysses, varlen
 from trainkit.types import Axis, Share, Spans
 
 
@@ -76,11 +76,10 @@ def test_packed_equals_the_masked_softmax(attend, kv_heads, lengths, values):
 @pytest.mark.parametrize("window", [None, 2, 7, 64])
 @pytest.mark.parametrize("softcap", [None, 0.5])
 def test_windows_and_soft_caps_equal_the_masked_softmax(attend, kv_heads, lengths, window, softcap):
-    qkv, seen = inputs(1, 64, kv_heads=kv_heads, values=5), {"window": window, "softcap": softcap}
-    got = output_and_gradients(
-        lambda *x: attend(*x, spans=spans_of(lengths), scale=0.7, **seen), qkv
-    )
-    assert_equal(got, output_and_gradients(lambda *x: written_out(*x, lengths, 0.7, **seen), qkv))
+    qkv = inputs(1, 64, kv_heads=kv_heads, values=5)
+    tried = partial(attend, spans=spans_of(lengths), scale=0.7, window=window, softcap=softcap)
+    masked = partial(written_out, lengths=lengths, scale=0.7, window=window, softcap=softcap)
+    assert_equal(output_and_gradients(tried, qkv), output_and_gradients(masked, qkv))
 
 
 def test_in_a_window_of_one_token_each_sees_itself():
@@ -99,9 +98,8 @@ def test_a_window_of_several_chunks_whose_first_keys_some_queries_do_not_see():
     """Chunks of 520 queries are more than a CPU's kernel takes keys at once."""
     qkv, window = inputs(1, 2700, heads=1, kv_heads=1), 2080
     got = output_and_gradients(lambda *x: sdpa(*x, spans=spans_of([2700]), window=window), qkv)
-    blocks = sys.modules["trainkit.attention.blocks"]
-    how = {"spans": spans_of([2700]), "window": window, "scale": 8**-0.5}
-    assert_equal(got, output_and_gradients(partial(blocks.written_out, **how), qkv))
+    want = partial(blocks.written_out, spans=spans_of([2700]), window=window, scale=8**-0.5)
+    assert_equal(got, output_and_gradients(want, qkv))
 
 
 class Operators(TorchDispatchMode):
@@ -237,14 +235,13 @@ def test_a_scale_that_makes_no_attention_is_refused(scale):
             attend(*qkv, spans=spans_of([tokens]), scale=scale)
 
 
-@pytest.mark.parametrize(
-    ("seen", "match"),
-    [({"window": 0}, "window must be at least 1, got 0"), ({"softcap": 0.0}, "softcap must be")],
-)
-def test_a_window_or_cap_that_makes_no_attention_is_refused(seen, match):
+def test_a_window_or_cap_that_makes_no_attention_is_refused():
+    qkv, spans = inputs(1, 8), spans_of([8])
     for attend in KERNELS:
-        with pytest.raises(ValueError, match=f"attention: {match}"):
-            attend(*inputs(1, 8), spans=spans_of([8]), **seen)
+        with pytest.raises(ValueError, match="attention: window must be at least 1, got 0"):
+            attend(*qkv, spans=spans, window=0)
+        with pytest.raises(ValueError, match="attention: softcap must be"):
+            attend(*qkv, spans=spans, softcap=0.0)
 
 
 def test_mixed_and_whole_number_dtypes_are_refused():
@@ -426,9 +423,11 @@ def test_cuda_branch_calls_the_kernel_for_the_same_result(monkeypatch, signature
     flash_varlen = sys.modules["trainkit.attention.varlen"].flash_varlen
     qkv, spans = inputs(2, 6, kv_heads=kv_heads, values=values), spans_of([2, 4, 5, 1])
     for window in (None, 2):
-        rest = {"spans": spans, "scale": 0.3, "window": window}
-        got = output_and_gradients(partial(flash_varlen, **rest), qkv)
-        assert_equal(got, output_and_gradients(partial(sdpa, **rest), qkv))
+        got, want = (
+            output_and_gradients(partial(attend, spans=spans, scale=0.3, window=window), qkv)
+            for attend in (flash_varlen, sdpa)
+        )
+        assert_equal(got, want)
 
 
 def test_installed_kernel_takes_what_the_cuda_branch_passes():

@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import attrs
@@ -27,16 +28,18 @@ from trainkit.parallel.attention import describe_attention
 from trainkit.tools.testing import run_ranks
 from trainkit.types import SOLO, Axis, ConfigError, Share
 
-HERE = {"device": "cpu", "dtype": torch.float64, "head_size": 16}
+on_cpu = partial(choose_kernel, device="cpu", dtype=torch.float64, head_size=16)
+on_gpu = partial(choose_kernel, device="cuda", dtype=torch.float16, head_size=16)
 LENGTHS = [150, 1, 29, 120]
 SEEN = [(None, None), (20, None), (None, 0.5), (70, 0.5)]
 
 
-def got_and_wanted(attend, qkv, lengths, **seen):
+def got_and_wanted(attend, qkv, *, window, softcap, scale=None):
     """Return outputs and gradients of an attention, and those of the masked softmax in fp64."""
-    got = output_and_gradients(lambda *x: attend(*x, spans=spans_of(lengths), **seen), qkv)
+    tried = partial(attend, spans=spans_of(LENGTHS), window=window, softcap=softcap, scale=scale)
+    masked = partial(written_out, lengths=LENGTHS, window=window, softcap=softcap, scale=scale)
     wide = [x.detach().double().requires_grad_() for x in qkv]
-    return got, output_and_gradients(lambda *x: written_out(*x, lengths, **seen), wide)
+    return output_and_gradients(tried, qkv), output_and_gradients(masked, wide)
 
 
 def attention_of(name, monkeypatch):
@@ -44,7 +47,7 @@ def attention_of(name, monkeypatch):
     # Torch has a plain form of flex's backward for any device, and refuses it on a CPU.
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
     made = {"varlen": varlen, "ring": ring(SOLO), "ulysses": ulysses(sdpa, SOLO), "flex": flex()}
-    return made.get(name) or choose_kernel([name], **HERE).attend
+    return made.get(name) or on_cpu([name]).attend
 
 
 @pytest.mark.parametrize(("window", "softcap"), SEEN)
@@ -54,9 +57,8 @@ def test_every_attention_gives_the_masked_softmax_forward_and_backward(
 ):
     """Windows, soft caps, both: rows of packed documents, shared key heads, narrow values."""
     attend, qkv = attention_of(name, monkeypatch), inputs(2, 150, kv_heads=2, dim=16, values=12)
-    seen = {"window": window, "softcap": softcap, "scale": 0.7}
     with warnings.catch_warnings(action="ignore"):  # that flex is in its plain form
-        assert_equal(*got_and_wanted(attend, qkv, LENGTHS, **seen))
+        assert_equal(*got_and_wanted(attend, qkv, window=window, softcap=softcap, scale=0.7))
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
@@ -64,9 +66,9 @@ def test_every_attention_gives_the_masked_softmax_forward_and_backward(
 def test_each_kernel_of_a_cpu_keeps_its_dtype(name, dtype, bound):
     for window, softcap in SEEN:
         qkv = inputs(2, 150, kv_heads=2, dim=16, values=12, dtype=dtype)
-        seen = {"window": window, "softcap": softcap}
-        attend = choose_kernel([name], **HERE | {"dtype": dtype}).attend
-        for a, b in zip(*got_and_wanted(attend, qkv, LENGTHS, **seen), strict=True):
+        attend = on_cpu([name], dtype=dtype).attend
+        pairs = zip(*got_and_wanted(attend, qkv, window=window, softcap=softcap), strict=True)
+        for a, b in pairs:
             assert a.dtype == dtype
             assert (a - b).abs().max() <= bound * b.abs().max(), (window, softcap)
 
@@ -103,16 +105,19 @@ def test_a_kernel_of_torch_is_the_only_one_that_it_may_take(monkeypatch, name):
         return q
 
     only, asked = torch.nn.attention.sdpa_kernel, []
-    spy = lambda x, **how: asked.append((x[0].name, how)) or only(x, **how)  # noqa: E731
+
+    def spy(kernels, *, set_priority):
+        asked.append((kernels[0].name, set_priority))
+        return only(kernels, set_priority=set_priority)
+
     monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", spy)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", note)
     monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda _: True)
-    how = {"device": "cuda", "dtype": torch.float16, "head_size": 16}
-    attend = choose_kernel([name], **how).attend
+    attend = on_gpu([name]).attend
     attend(*(torch.ones(1, 4, 2, 16) for _ in "qkv"), spans=spans_from_rows(1, 4))
     # cuDNN refuses documents of one token, which would end a run.
     assert on == (["efficient", "cudnn"] if name == "cudnn" else [name])
-    assert asked[-1] == (f"{name.upper()}_ATTENTION", {"set_priority": True})
+    assert asked[-1] == (f"{name.upper()}_ATTENTION", True)
 
 
 @pytest.mark.only_all
@@ -192,31 +197,36 @@ def test_blocks_are_found_once_for_a_batch(monkeypatch):
 FLAT = "torch does not take it here"
 
 
+fp16, bf16, fp32, fp64 = (
+    partial(on_gpu, dtype=dtype, head_size=64)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+)
+
+
 @pytest.mark.parametrize(
-    ("names", "dtype", "asked", "taken", "reasons"),
+    ("names", "choose", "taken", "reasons"),
     [
-        ("varlen flex sdpa", torch.bfloat16, {}, "varlen", []),
-        ("varlen flex sdpa", torch.bfloat16, {"window": 8}, "varlen", []),
-        ("varlen flex", torch.bfloat16, {"softcap": 5.0}, "flex", ["it has no soft caps"]),
-        ("varlen flex", torch.float32, {}, "flex", ["fp16 and bf16", "not fp32 and heads of 64"]),
-        ("flex sdpa", torch.float64, {}, "sdpa", ["fp32, fp16 and bf16", "not fp64"]),
-        ("flex math", torch.bfloat16, {"head_size": 8}, "math", ["heads of 16 and more"]),
-        ("cudnn flash", torch.float16, {}, "flash", [f"cudnn: {FLAT}"]),
-        ("flash efficient", torch.float32, {}, "efficient", [f"flash: {FLAT}"]),
-        ("flash flex", torch.float16, {"window": 8}, "flash", []),
-        ("flash flex", torch.float32, {"window": 8}, "flex", ["flash: it takes fp16 and bf16"]),
-        ("cudnn efficient", torch.float32, {"window": 8}, "efficient", [f"cudnn: {FLAT}"]),
+        ("varlen flex sdpa", bf16, "varlen", []),
+        ("varlen flex sdpa", partial(bf16, window=8), "varlen", []),
+        ("varlen flex", partial(bf16, softcap=5.0), "flex", ["it has no soft caps"]),
+        ("varlen flex", fp32, "flex", ["fp16 and bf16", "not fp32 and heads of 64"]),
+        ("flex sdpa", fp64, "sdpa", ["fp32, fp16 and bf16", "not fp64"]),
+        ("flex math", partial(bf16, head_size=8), "math", ["heads of 16 and more"]),
+        ("cudnn flash", fp16, "flash", [f"cudnn: {FLAT}"]),
+        ("flash efficient", fp32, "efficient", [f"flash: {FLAT}"]),
+        ("flash flex", partial(fp16, window=8), "flash", []),
+        ("flash flex", partial(fp32, window=8), "flex", ["flash: it takes fp16 and bf16"]),
+        ("cudnn efficient", partial(fp32, window=8), "efficient", [f"cudnn: {FLAT}"]),
     ],
 )
 @pytest.mark.usefixtures("gpu")
-def test_the_first_that_fits_is_taken_and_says_why_no_other(names, dtype, asked, taken, reasons):
-    how = {"device": "cuda", "dtype": dtype, "head_size": 64} | asked
-    found = choose_kernel(names.split(), **how)
+def test_the_first_that_fits_is_taken_and_says_why_no_other(names, choose, taken, reasons):
+    found = choose(names.split())
     assert found.name == taken
     assert list(found.refused) == names.split()[: names.split().index(taken)]
     assert all(reason in str(found) for reason in reasons)
     if taken == "flash":  # torch's attention would give it no mask
-        assert (found.attend is varlen) == ("window" in asked)
+        assert (found.attend is varlen) == ("window" in choose.keywords)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -225,22 +235,21 @@ def test_a_kernel_is_asked_whether_it_takes_the_mask_of_a_window(monkeypatch):
     note = lambda params: asked.append((params.attn_mask is None, params.is_causal))  # noqa: E731
     monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", note)
     for window in (None, 8):
-        how = {"device": "cuda", "dtype": torch.float16, "head_size": 16, "window": window}
-        choose_kernel(["efficient", "math"], **how)
+        on_gpu(["efficient", "math"], window=window)
     assert asked == [(True, True), (False, False)]
 
 
 def test_when_none_fits_each_reason_is_told():
     names = ["varlen", "flash", "efficient", "cudnn", "flex"]
     with pytest.raises(ConfigError) as caught:
-        choose_kernel(names, **HERE, window=8, softcap=5.0)
+        on_cpu(names, window=8, softcap=5.0)
     told, alone = str(caught.value), "it runs only on CUDA"
     assert "heads of 16 in fp64 on cpu in a window of 8 with a soft cap of 5.0" in told
     reasons = {"varlen": alone, "efficient": alone, "cudnn": alone}
     reasons |= {"flash": "it has no soft caps", "flex": "torch has no backward pass of it"}
     assert all(f"{name}: {reason}" in told for name, reason in reasons.items())
     with pytest.raises(ValueError, match="kernel must be"):
-        choose_kernel(["flesh"], **HERE)
+        on_cpu(["flesh"])
 
 
 def test_layers_of_one_kind_share_a_kernel_and_the_start_tells_of_each(monkeypatch):

@@ -1,6 +1,7 @@
 """Ring and Ulysses attention, alone and composed, equal plain attention over the whole rows."""
 
 import importlib
+from functools import partial
 from itertools import groupby
 
 import attrs
@@ -47,7 +48,8 @@ class Case:
     kv_heads: int = 2
     values: int = 8  # the size of a head of values; keys have 8
     scale: float | None = None
-    seen: dict = attrs.field(factory=dict)  # a window, a soft cap
+    window: int | None = None
+    softcap: float | None = None
     dtype: torch.dtype = torch.float64
     strided: bool = False  # a last dimension that does not lie in order
 
@@ -61,11 +63,11 @@ CASES = {
     "one key head, odd head count": Case(seed=4, heads=3, kv_heads=1),
     "narrow values": Case(seed=5, rows=2, kv_heads=4, values=5, scale=0.3),
     "wide values": Case(seed=5, values=12),
-    "a window of three tokens": Case(seed=1, rows=2, seen={"window": 3}),
-    "a window of some chunks": Case(seed=3, lengths=(96, 97), seen={"window": 29}),
-    "a window and a soft cap": Case(seed=5, values=5, seen={"window": 11, "softcap": 0.5}),
-    "a soft cap": Case(seed=2, rows=2, scale=0.7, seen={"softcap": 2.0}),
-    "a window as long as all": Case(seed=2, seen={"window": 96}),
+    "a window of three tokens": Case(seed=1, rows=2, window=3),
+    "a window of some chunks": Case(seed=3, lengths=(96, 97), window=29),
+    "a window and a soft cap": Case(seed=5, values=5, window=11, softcap=0.5),
+    "a soft cap": Case(seed=2, rows=2, scale=0.7, softcap=2.0),
+    "a window as long as all": Case(seed=2, window=96),
     "fp32": Case(seed=5, rows=2, dtype=torch.float32),
     "strided": Case(seed=5, strided=True, values=6),
     "fp32, strided": Case(seed=5, dtype=torch.float32, strided=True),
@@ -78,7 +80,7 @@ ULYSSES = {
     "fewer key heads than ranks": Case(seed=7, heads=8, kv_heads=1, rows=2),
     "key heads shared by two ranks": Case(seed=8, heads=4, kv_heads=2, scale=0.4),
     "narrow values": Case(seed=8, kv_heads=4, values=5),
-    "a window and a soft cap": Case(seed=8, heads=8, seen={"window": 11, "softcap": 0.5}),
+    "a window and a soft cap": Case(seed=8, heads=8, window=11, softcap=0.5),
     "narrow values, fewer key heads than ranks": Case(seed=8, kv_heads=1, values=5),
     "fp32": Case(seed=9, dtype=torch.float32),
     "strided": Case(seed=9, strided=True),
@@ -94,10 +96,12 @@ def batch_of(case, multiple_of):
     return collate_bins(corpus, bins, range(case.rows))
 
 
-def results(attend, batch, *, scale, **seen):
+def results(attend, batch, case):
     """Return out, dq, dk, dv for the q, k, v and d_out in a batch's extra."""
     qkv = [batch[name].detach().requires_grad_() for name in ("q", "k", "v")]
-    out = attend(*qkv, spans=batch.spans, scale=scale, **seen)
+    out = attend(
+        *qkv, spans=batch.spans, scale=case.scale, window=case.window, softcap=case.softcap
+    )
     return [out.detach(), *torch.autograd.grad(out, qkv, batch["d_out"])]
 
 
@@ -121,15 +125,14 @@ def inputs(case, multiple_of):
 def compared(ps, case, attend):
     """Return the largest difference from `sdpa` over the whole rows, per tensor, on this rank."""
     whole = inputs(case, multiple_of=2 * ps.ring.count)
-    shares = {"ring": ps.ring.share, "ulysses": ps.ulysses.share}
-    part = shard_sequence(whole, **shares)
+    shard = partial(shard_sequence, ring=ps.ring.share, ulysses=ps.ulysses.share)
+    part = shard(whole)
     if case.strided:  # as from `qkv.unbind(-1)`
         strided = {name: torch.stack([x, x], -1)[..., 0] for name, x in part.extra.items()}
         part = attrs.evolve(part, extra=strided)
-    found = results(attend, part, scale=case.scale, **case.seen)
-    want = results(sdpa, whole, scale=case.scale, **case.seen)
+    found, want = results(attend, part, case), results(sdpa, whole, case)
     carried = attrs.evolve(whole, extra=dict(enumerate(want)))
-    parts = shard_sequence(carried, **shares).extra
+    parts = shard(carried).extra
     assert all(a.dtype == b.dtype for a, b in zip(found, want, strict=True))
     return max(float((a - parts[i]).abs().max() / want[i].abs().max()) for i, a in enumerate(found))
 
@@ -274,7 +277,7 @@ def order_of_events():
     with parallel_session(ring=3) as ps:
         whole = inputs(Case(kv_heads=1, values=5), multiple_of=6)
         part = shard_sequence(whole, ring=ps.ring.share, ulysses=Share(0, 1))
-        results(ring(ps.ring, kernel=kernel), part, scale=None)
+        results(ring(ps.ring, kernel=kernel), part, Case())
     return log, sent
 
 
@@ -315,12 +318,12 @@ def _compiled_difference(attend, ps, *, ulysses_share):
 
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # dynamo's own
 
-    def block(q, k, v, *, spans, scale):
-        return 2 * attend(q + 1, k, v, spans=spans, scale=scale)
+    def block(q, k, v, *, spans, scale, window, softcap):
+        return 2 * attend(q + 1, k, v, spans=spans, scale=scale, window=window, softcap=softcap)
 
     part = shard_sequence(inputs(Case(), multiple_of=4), ring=ps.ring.share, ulysses=ulysses_share)
-    found = results(torch.compile(block, backend="eager"), part, scale=0.3)
-    want = results(block, part, scale=0.3)
+    found = results(torch.compile(block, backend="eager"), part, Case(scale=0.3))
+    want = results(block, part, Case(scale=0.3))
     return max(float((a - b).abs().max()) for a, b in zip(found, want, strict=True))
 
 

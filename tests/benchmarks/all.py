@@ -5,9 +5,10 @@
     python tests/benchmarks/all.py --write             # and fill docs/benchmarks.md
 
 A benchmark is a script of this folder; it prints its figures and exits with 1 when one of its
-bounds is missed. The other commit's run in a worktree of its own, by turns with this one's, since
-a shared machine is faster at one time than at another. A bound counts as missed where it is missed
-in more than half of the runs. Exits with 1 if one is.
+bounds is missed. What has no bounds, and takes long, stands in the folder `studies`. The other
+commit's run in a worktree of its own, by turns with this one's, since a shared machine is faster at
+one time than at another. A bound counts as missed where it is missed in more than half of the runs.
+Exits with 1 if one is.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from statistics import median
 from typing import NamedTuple
 
 HERE = Path(__file__).resolve()
+BROKEN = 70
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 
 
@@ -57,6 +59,8 @@ def run_benchmark(root: Path, script: Path, limit: float) -> Run:
             check=False,
         )
         status, output = done.returncode, done.stdout + done.stderr * bool(done.returncode)
+        if "Traceback (most recent call last)" in done.stderr:  # Python exits with 1 as well
+            status = BROKEN
     except subprocess.TimeoutExpired:
         status, output = 124, f"took more than {limit:g} s"
     return Run(status, output.strip(), time.perf_counter() - begin)
@@ -95,7 +99,10 @@ def run_all(
         elapsed = time.perf_counter() - begin
         left = elapsed / (number + 1) * (len(names) - number - 1)
         cells = " | ".join(map(describe, runs))
-        print(f"{number + 1} of {len(names)} | {name} | {cells} | about {left / 60:.0f} min left")
+        print(
+            f"{number + 1} of {len(names)} | {name} | {cells} | about {left / 60:.0f} min left",
+            flush=True,
+        )
     return found
 
 

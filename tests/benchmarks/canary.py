@@ -59,7 +59,7 @@ def make(ps, size):
     def backward():
         count = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
         sums = run(batch.microbatches, denominator=count)
-        return sums, average_terms(tk.reduce_metrics(sums, ps.loss), count), count
+        return average_terms(tk.reduce_metrics(sums, ps.loss), count), count
 
     return stages, optimizer, backward
 

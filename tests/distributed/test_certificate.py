@@ -96,14 +96,14 @@ def test_the_table_of_the_readme_is_the_one_that_is_made_here(which):
     text = (Path(__file__).parents[2] / "README.md").read_text()
     table = text.partition("<!-- certificate -->")[2].partition("<!-- /certificate -->")[0]
     lines = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
-    told = {line[0]: line[1:] for line in lines[2:]}
-    assert set(told) == {case.name for case in make_default_cases()}
+    cells = {line[0]: line[1:] for line in lines[2:]}
+    assert set(cells) == {case.name for case in make_default_cases()}
     (rows,) = [c.rows for c in certificates(which)["fp64"] if c.title == "decoder"]
     pick = (PICKS if which == "usual" else OTHERS)["fp64"]
     picked = [case.name for model, case in pick(rows_of("fp64")) if model == "decoder"]
     assert sorted(row.layout for row in rows) == sorted(picked)
     for row in rows:
-        world, *numbers = told[row.layout]
+        world, *numbers = cells[row.layout]
         assert int(world) == row.world
         assert all(float(number) < 1e-13 for number in numbers[:3]), row.layout
 
@@ -123,13 +123,13 @@ def test_the_rows_that_run_hold_every_pair_of_choices(tier, widest):
     rows = rows_of(tier)
     chosen, others = PICKS[tier](rows), OTHERS[tier](rows)
     assert sorted(map(name_of, (*chosen, *others))) == sorted(map(name_of, rows))
-    asked = [row for row in rows if row[1].world <= widest]
-    assert pairs_held(chosen) == pairs_held(asked)
+    requested = [row for row in rows if row[1].world <= widest]
+    assert pairs_held(chosen) == pairs_held(requested)
     assert {x for row in chosen for x in held_by(row)} == {x for row in rows for x in held_by(row)}
     assert {row for row in rows if row[1] == UNEVEN} <= {*chosen}
     # No row is there for nothing, and without it a pair is missed.
     held = {name_of(row): pairs_of(held_by(row)) for row in chosen}
-    for row in map(name_of, pairs_of_rows(asked)):
+    for row in map(name_of, pairs_of_rows(requested)):
         assert held[row] - set().union(*(held[other] for other in held if other != row))
 
 

@@ -29,7 +29,7 @@ from trainkit.models import RoutingTape, call_routed, call_with_noise, experts
 from trainkit.noise import counters
 from trainkit.parallel.grad_reduction import Reduction
 from trainkit.post.adapters import lowrank
-from trainkit.tools.testing import deal, train
+from trainkit.tools.testing import distribute_batch, train
 from trainkit.tools.testing.builtin import (
     CAPACITY,
     CONFIG,
@@ -86,8 +86,10 @@ def wrap_loss(wrapper):
 
 
 def wrap_shard(change):
-    shard = deal.shard_sequence
-    PATCH.setattr(deal, "shard_sequence", lambda batch, **parts: change(shard(batch, **parts)))
+    shard = distribute_batch.shard_sequence
+    PATCH.setattr(
+        distribute_batch, "shard_sequence", lambda batch, **parts: change(shard(batch, **parts))
+    )
 
 
 def labels_shifted_after_sharding(_ps):
@@ -282,7 +284,7 @@ def routers_counted_per_tp_rank(_ps):
 
 def adapters_not_summed(_ps):
     derive = lowrank.LowRank.derive_style
-    without_sum = lambda style: attrs.evolve(derive(style), partial=False)  # noqa: E731
+    without_sum = lambda style: attrs.evolve(derive(style), partial_grads=False)  # noqa: E731
     PATCH.setattr(lowrank.LowRank, "derive_style", staticmethod(without_sum))
 
 
@@ -385,11 +387,19 @@ def planting_plan(ps, case):
 
 def subject(model, make_model, mistakes, *, plain, loss=next_token_linear, call=call_with_noise):
     """Return how a model is trained, and its cases: first those without a mistake."""
-    how = {"make_batches": decoder_batch, "plan": planting_plan, "steps": STEPS}
-    how |= {"loss": loss, "call": call, "tier": TIERS["fp64"]}
     mistakes = running(mistakes).items()
     planted = [attrs.evolve(PLAIN[axis], note=note) for note, (_, axis) in mistakes]
-    return Training(title=model, make_model=make_model, **how), [*plain, *planted]
+    training = Training(
+        title=model,
+        make_model=make_model,
+        make_batches=decoder_batch,
+        plan=planting_plan,
+        steps=STEPS,
+        loss=loss,
+        call=call,
+        tier=TIERS["fp64"],
+    )
+    return training, [*plain, *planted]
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ CASES = {
     "L11": ("P2", "a run directory that cannot be written"),
     "L12": ("P1", "two jobs in one run directory"),
     "L13": ("P2", "an optional library is missing"),
-    "L14": ("P2", "NCCL asked for without a GPU"),
+    "L14": ("P2", "NCCL requested without a GPU"),
     "L15": ("P2", "torch is too old"),
     # configuration
     "G1": ("P0", "an unknown key"),
@@ -29,7 +29,7 @@ CASES = {
     "G5": ("P0", "a configuration that changed between run and resume"),
     "G6": ("P0", "a checkpoint to resume from that is not there"),
     "G7": ("P1", "resume where there is nothing yet"),
-    "G8": ("P1", "too few checkpoints kept"),
+    "G8": ("P1", "too few checkpoints retained"),
     "G9": ("P1", "a save that takes longer than the grace of a preemption"),
     "G11": ("P0", "code in a configuration file"),
     # data
@@ -81,7 +81,7 @@ CASES = {
     "N4": ("P0", "a parameter or moment that is NaN already"),
     "N5": ("P0", "many bad steps in a row"),
     "N6": ("P0", "NaN in the step of a save"),
-    "N7": ("P0", "told to stop in a storm of NaN"),
+    "N7": ("P0", "stopped during a storm of NaN"),
     "N8": ("P1", "a spike of the loss or the gradient"),
     "N9": ("P0", "a replica drifts by a bit"),
     "N10": ("P1", "a loss scaler that falls for ever"),
@@ -120,7 +120,7 @@ CASES = {
     "E4": ("P0", "a grace that is too short"),
     "E5": ("P1", "a stop under torchrun within its grace"),
     "E6": ("P1", "handlers that only set a flag, in any thread"),
-    "E7": ("P1", "told to stop while a peer is stuck"),
+    "E7": ("P1", "stopped while a peer is stuck"),
     "E8": ("P1", "requeued: one run, one series"),
     "E9": ("P2", "signals that mean nothing to a run"),
     # dead and stuck ranks

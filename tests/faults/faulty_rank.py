@@ -1,8 +1,8 @@
-"""A rank of a recipe, with what a test has planned to go wrong in it.
+"""A rank of a recipe, with the faults that a test has planned.
 
-It begins in a process that multiprocessing's warm server has forked, with RANK and its like in its
-environment, as torchrun or a scheduler would start it, and runs the recipe by its own last lines,
-as `python recipes/pretrain.py` does.
+It starts in a process forked from multiprocessing's warm server, with RANK and the like in its
+environment, as under torchrun or a scheduler. It runs the recipe by its own last lines, as
+`python recipes/pretrain.py` does.
 """
 
 import ast
@@ -21,12 +21,12 @@ import recipe_runs
 
 @attrs.frozen
 class Order:
-    """What a rank is to run: its files for what it says, faults of steps, and of all around."""
+    """The work of a rank: a recipe and its flags, its log files, and its faults."""
 
     recipe: str
     flags: list
     environ: dict
-    said: Path
+    log: Path
     faults: list
     surroundings: dict
 
@@ -37,15 +37,15 @@ def run_rank(order):
 
     from trainkit import models
 
-    # In the child: a pool of threads from before the fork is made anew by whoever asks first, and
-    # where several threads do, as the backward pass of a build for CUDA does, torch 2.14 aborts.
+    # In the child the first thread that needs the pool of threads makes it anew. If several do at
+    # once, as in the backward pass of a CUDA build, torch 2.14 aborts.
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
     os.environ.clear()  # the server's is as old as its first rank
     os.environ.update(order.environ)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for stream, kind in ((1, ".out"), (2, ".err")):
-        path = order.said.with_suffix(kind)
+        path = order.log.with_suffix(kind)
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), stream)
     for name, given in order.surroundings.items():
         SURROUNDINGS[name](given)
@@ -75,22 +75,22 @@ def put_faults(module, planned):
 
 
 def injector(name, given, **live):
-    """Return an injector by its name, given what it asks for of the live objects."""
+    """Return an injector by its name, with those of the live objects that it has parameters for."""
     from trainkit.tools.testing import faults
 
     if name == "memory_at":
         name, given = "fail_at", dict(given) | {"error": MemoryError("all of it is taken")}
     make = getattr(faults, name)
-    wanted = inspect.signature(make).parameters
-    given = dict(given) | {key: value for key, value in live.items() if key in wanted}
+    parameters = inspect.signature(make).parameters
+    given = dict(given) | {key: value for key, value in live.items() if key in parameters}
     return make(given.pop("at"), **given)
 
 
 def limit_files(limit):
-    """Let no file grow beyond so many bytes, on one rank or on all."""
+    """Let no file grow beyond a number of bytes, on one rank or on all."""
     import resource
 
-    if limit.get("rank") in {None, int(os.environ["RANK"])}:
+    if limit is not None and limit.get("rank") in {None, int(os.environ["RANK"])}:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit["bytes"],) * 2)
 
 
@@ -106,7 +106,7 @@ def slow_disk(seconds):
 
 
 def hung_disk(calls):
-    """Let no fsync of a checkpoint come back after so many; a stop waits less for it."""
+    """Let fsyncs of checkpoints hang after a number of them; a stop waits less for it."""
     from trainkit.run import watchdog
 
     fsync, left = os.fsync, iter(range(calls))
@@ -133,7 +133,7 @@ def no_pictures(_):
 
 
 def believe_files(_):
-    """Take a protection away: no byte of a checkpoint is compared with its hash."""
+    """Remove a protection: no byte of a checkpoint is compared with its hash."""
     from trainkit.weights.checkpoint import reading
 
     assert reading._check_sha256  # the name that a read calls; in another place it would still look
@@ -141,7 +141,7 @@ def believe_files(_):
 
 
 def often(every):
-    """Compare all of the replicas after so many steps."""
+    """Compare all replicas at this interval of steps."""
     from functools import partial
 
     from trainkit.weights.checkpoint import guard
@@ -150,18 +150,18 @@ def often(every):
 
 
 def stop_alone(_):
-    """Take a protection away: a rank that is told to stop asks nobody."""
+    """Remove a protection: a rank that is stopped does not agree with the others."""
     run = importlib.import_module("trainkit.run.open_run")  # the module, not its function
 
     @contextlib.contextmanager
-    def stop_votes(asked, _):
-        yield asked
+    def stop_votes(stop_reason, _):
+        yield stop_reason
 
     run.open_stop_vote = stop_votes
 
 
 def deaf(_):
-    """Take a protection away: no step asks whether to stop."""
+    """Remove a protection: no step checks whether to stop."""
     run = importlib.import_module("trainkit.run.open_run")  # the module, not its function
 
     run.open_stop_vote = lambda *_: contextlib.nullcontext(lambda: None)
@@ -177,4 +177,4 @@ SURROUNDINGS = {
     "stop_alone": stop_alone,
     "deaf": deaf,
 }
-"""What an order may ask to be different around the recipe."""
+"""Changes around the recipe, by the name that an `Order` gives them."""

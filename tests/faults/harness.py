@@ -1,6 +1,6 @@
-"""Runs of the recipes that are killed, stopped, starved and damaged, and what is asked of them.
+"""Start runs of the recipes that tests kill, stop, starve and damage, and examine the results.
 
-`running` starts a recipe on some ranks, each a process of its own, and `finish` waits for its end;
+`running` starts a recipe on some ranks, each in its own process, and `finish` waits for its end;
 between the two a test does harm. `differences` compares two runs by every bit of their numbers,
 `committed` lists the checkpoints that verify, `torn` those that do not.
 """
@@ -30,7 +30,7 @@ PATIENCE = 120.0  # seconds; on a quiet machine a run takes one or two
 
 
 def fault_seed():
-    """Return the seed of what this run of the tests chooses, from TRAINKIT_FAULT_SEED or anew."""
+    """Return the seed of this run's random choices: TRAINKIT_FAULT_SEED, or a new one."""
     given = os.environ.get("TRAINKIT_FAULT_SEED")
     seed = int(given) if given else random.SystemRandom().randrange(10**6)
     os.environ["TRAINKIT_FAULT_SEED"] = str(seed)  # the same for all files of one run
@@ -41,7 +41,7 @@ def fault_seed():
 
 
 def write_text(ground):
-    """Write a small corpus, some lines that a model can learn, where runs will look for it."""
+    """Write a small corpus that a model can learn, where runs look for it."""
     folder = ground / "text"
     folder.mkdir()
     for i in range(40):
@@ -52,7 +52,7 @@ def write_text(ground):
 
 @attrs.frozen(eq=False)
 class Job:
-    """One start of a recipe: its processes by rank, and where they write."""
+    """One start of a recipe: its processes and log files by rank."""
 
     out: Path
     processes: list
@@ -63,11 +63,11 @@ class Job:
         return [process.pid for process in self.processes]
 
     def codes(self):
-        """Return the exit codes by rank; None for a rank that lives, -9 for one that was killed."""
+        """Return the exit codes by rank; None for a rank that runs, -9 for a killed one."""
         return [process.exitcode for process in self.processes]
 
-    def said(self, rank=0):
-        """Return what a rank has said on stderr."""
+    def stderr(self, rank=0):
+        """Return the stderr of a rank."""
         return self.logs[rank].with_suffix(".err").read_text(errors="replace")
 
     def printed(self, rank=0):
@@ -75,26 +75,26 @@ class Job:
         return self.logs[rank].with_suffix(".out").read_text(errors="replace")
 
     def error(self, rank=0):
-        """Return the last words of a rank to programs, or {}."""
-        found = [x for x in self.said(rank).splitlines() if x.startswith("TRAINKIT_ERROR ")]
-        return json.loads(found[-1].removeprefix("TRAINKIT_ERROR ")) if found else {}
+        """Return the error record of a rank, or {}."""
+        records = [x for x in self.stderr(rank).splitlines() if x.startswith("TRAINKIT_ERROR ")]
+        return json.loads(records[-1].removeprefix("TRAINKIT_ERROR ")) if records else {}
 
 
 @contextlib.contextmanager
 def running(
     ground, out, *flags, ranks=2, steps=8, faults=(), recipe="pretrain", environ=None, **around
 ):
-    """Start a recipe on some ranks; on leaving, what still runs of it is killed.
+    """Start a recipe on some ranks, and kill those that still run at the end of the block.
 
-    `faults` are (name of an injector, its arguments); `around` what is different around the recipe:
-    see faulty_rank.py.
+    `faults` are pairs (name of an injector, its arguments). `around` has the changes around the
+    recipe; see SURROUNDINGS in faulty_rank.py.
     """
     given = ["--out", out, "--data", ground / "text", "--steps", steps, "--rows", max(ranks, 2)]
     given += [*FLAGS.split(), *flags]
     world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
     world |= {"MASTER_PORT": free_port()} if ranks > 1 else {}
-    said = Path(tempfile.mkdtemp(dir=ground))
-    job = Job(Path(out), [], [said / str(rank) for rank in range(ranks)])
+    logs = Path(tempfile.mkdtemp(dir=ground))
+    job = Job(Path(out), [], [logs / str(rank) for rank in range(ranks)])
     try:
         for rank in range(ranks):
             own = {**world, "RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
@@ -103,7 +103,7 @@ def running(
                 recipe=recipe,
                 flags=[str(flag) for flag in given],
                 environ={**os.environ, **{key: str(value) for key, value in own.items()}},
-                said=job.logs[rank],
+                log=job.logs[rank],
                 faults=list(faults),
                 surroundings={"no_pictures": True} | around,
             )
@@ -131,7 +131,7 @@ def kill_all(job, number=signal.SIGKILL):
 
 
 def finish(job, patience=PATIENCE, *, ranks=None):
-    """Wait for the end of a job, or of some ranks; return all codes, None where it has not come."""
+    """Wait for the end of a job, or of some ranks; return all codes, None for ranks that run."""
     deadline = time.monotonic() + patience
     chosen = job.processes if ranks is None else [job.processes[rank] for rank in ranks]
     for process in chosen:
@@ -140,22 +140,22 @@ def finish(job, patience=PATIENCE, *, ranks=None):
 
 
 def complete(ground, out, *flags, **options):
-    """Run a recipe to its end, and expect that all is well."""
+    """Run a recipe to its end, and check that it succeeds."""
     with running(ground, out, *flags, **options) as job:
         codes = finish(job)
-        assert set(codes) == {0}, (codes, *map(job.said, range(len(codes))))
+        assert set(codes) == {0}, (codes, *map(job.stderr, range(len(codes))))
         return job
 
 
 def undisturbed(ground, folder):
-    """Return a function from ranks and steps to the directory of a run that nobody disturbed."""
-    known = {}
+    """Return a function from ranks and steps to the directory of an undisturbed run."""
+    directories = {}
 
     def wanted(ranks, steps=8):
-        if (ranks, steps) not in known:
-            known[ranks, steps] = out = Path(folder) / f"undisturbed_{ranks}_{steps}"
+        if (ranks, steps) not in directories:
+            directories[ranks, steps] = out = Path(folder) / f"undisturbed_{ranks}_{steps}"
             complete(ground, out, "--save-every", steps, ranks=ranks, steps=steps)
-        return known[ranks, steps]
+        return directories[ranks, steps]
 
     return wanted
 
@@ -164,7 +164,7 @@ def wait_for(condition, job, patience=PATIENCE, every=0.004):
     """Wait until a condition holds; return whether it did before all of a job had ended."""
     deadline = time.monotonic() + patience
     while not condition():
-        assert time.monotonic() < deadline, f"waited for {condition}: {job.said()}"
+        assert time.monotonic() < deadline, f"waited for {condition}: {job.stderr()}"
         if None not in job.codes():
             return bool(condition())
         time.sleep(every)
@@ -172,14 +172,14 @@ def wait_for(condition, job, patience=PATIENCE, every=0.004):
 
 
 def is_saving(out):
-    """Say whether a save is under way: its staging directory is there."""
+    """Return whether a save is pending: its staging directory exists."""
     with contextlib.suppress(FileNotFoundError):
         return any(x.name.startswith(".staging") for x in (Path(out) / "checkpoints").iterdir())
     return False
 
 
 def reached(out, step):
-    """Return a condition: the metrics of a run tell of a step."""
+    """Return a condition: a step is in the metrics of a run."""
     metrics = Path(out) / "metrics.jsonl"
 
     def condition():
@@ -195,21 +195,21 @@ def reached(out, step):
 
 
 def lines(out):
-    """Return the lines of a run's metrics, without a last one that a kill has cut short."""
+    """Return the records of a run's metrics, without a last line that a kill has truncated."""
     path = Path(out) / "metrics.jsonl"
     if not path.exists():
         return []
-    whole = path.read_text().split("\n")[:-1]
-    return [json.loads(line) for line in whole]
+    complete_lines = path.read_text().split("\n")[:-1]
+    return [json.loads(line) for line in complete_lines]
 
 
 def steps_of(out):
-    """Return the steps that a run's metrics tell of."""
+    """Return the steps of a run's metrics."""
     return [line["step"] for line in lines(out)]
 
 
 def differences(found, wanted):
-    """Return what differs between two runs: none, if all numbers of all steps are the same bits."""
+    """Return the differences of two runs: none if all numbers of all steps are bitwise equal."""
     problems = []
     a, b = lines(found), lines(wanted)
     if [line["step"] for line in a] != list(range(1, len(b) + 1)):
@@ -240,15 +240,15 @@ def torn(out):
 
 def tree_hash(folder):
     """Return a hash of all files below a directory, their names and their bytes."""
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(Path(folder).rglob("*")):
         if path.is_file():
-            whole.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
-    return whole.hexdigest()
+            digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def living(job):
-    """Return the pids of a job that are still there."""
+    """Return the pids of a job that still exist."""
     return [pid for pid in job.pids if Path(f"/proc/{pid}").exists()]
 
 
@@ -261,9 +261,9 @@ def weight_of(pid):
 
 
 def weights_at(job, *steps, patience=PATIENCE):
-    """Return what rank 0 weighs when it has come to each of some steps."""
+    """Return the `weight_of` rank 0 at each of some steps."""
     found = []
     for step in steps:
-        assert wait_for(reached(job.out, step), job, patience, every=0.02), job.said()
+        assert wait_for(reached(job.out, step), job, patience, every=0.02), job.stderr()
         found.append(weight_of(job.pids[0]))
     return found

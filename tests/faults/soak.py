@@ -49,7 +49,7 @@ class Figure:
 
 @attrs.frozen(eq=False)
 class Place:
-    """What every part is given: an arena to make others from, a directory, and how to tell."""
+    """The arguments of every part: an arena, a log of progress, and the fraction of trials."""
 
     arena: trials.Arena
     log: collections.abc.Callable
@@ -57,12 +57,12 @@ class Place:
 
 
 def times(place, count):
-    """Return how many trials there are, of so many in full."""
+    """Return the number of trials, of `count` at full scale."""
     return max(1, round(count * place.scale))
 
 
 def fresh(place):
-    """Return an arena with a run directory of its own, beside the others."""
+    """Return an arena with a new run directory."""
     out = Path(tempfile.mkdtemp(dir=place.arena.out)) / "run"
     return attrs.evolve(place.arena, out=out)
 
@@ -82,7 +82,7 @@ def damage(place):
             place.log(done / count, f"{kind} {done} of {count}")
             part = {kind: min(50, count - done)}
             found += trials.damage_trials(arena.out / "checkpoints", arena.random, part)
-        bad = told_problems(found)
+        bad = summarize_problems(found)
         figures.append(
             Figure(f"{kind}, over every file", f"0 of {count} undetected", bad or "0", not bad)
         )
@@ -102,8 +102,8 @@ def kills(place):
             arena, ranks=ranks, background=background, inside=inside, alone=alone
         )
         found.append(trial)
-        tell_problems(trial)
-    bad, hits = told_problems(found), sum(trial.inside for trial in found)
+        print_problems(trial)
+    bad, hits = summarize_problems(found), sum(trial.inside for trial in found)
     wanted = f"0 of {count} differ, 10 inside a save"
     return [
         Figure("kill -9, 2 and 4 ranks, both saves", wanted, bad or f"0, {hits} inside", not bad),
@@ -113,14 +113,14 @@ def kills(place):
 
 
 def work_lost(found, *, background):
-    """Return the most steps that one kill has cost, beside what it may cost."""
+    """Return the maximum number of steps that one kill has cost, and its bound."""
     lost = [trial.lost for trial in found if trial.background == background]
     kind, allowed = "background" if background else "foreground", trials.allowed(background)
     reach = f"at most {allowed} steps, of saves every {trials.INTERVAL}"
     if not lost:
         return Figure(f"work lost, {kind} saves", reach, "not tried", ok=False)
-    told = f"{max(lost)} at most, {sum(lost) / len(lost):.1f} on average, of {len(lost)} kills"
-    return Figure(f"work lost, {kind} saves", reach, told, max(lost) <= allowed)
+    result = f"{max(lost)} at most, {sum(lost) / len(lost):.1f} on average, of {len(lost)} kills"
+    return Figure(f"work lost, {kind} saves", reach, result, max(lost) <= allowed)
 
 
 def numbers(place):
@@ -142,8 +142,8 @@ def numbers(place):
         arena = fresh(place)
         where = {"at": arena.random.randint(2, 6), "rank": arena.random.randrange(2), **given}
         found.append(trials.number_trial(arena, ranks=2, fault=fault, given=where))
-        tell_problems(found[-1])
-    bad = told_problems(found)
+        print_problems(found[-1])
+    bad = summarize_problems(found)
     return [Figure(f"NaN and Inf at {len(sites)} sites", "0 poisoned", bad or "0", not bad)]
 
 
@@ -158,8 +158,8 @@ def disk(place):
         size = arena.random.randrange(1000, largest)
         trial = trials.full_disk_trial(arena, ranks=2, size=size, background=i % 2 == 1)
         found.append(trial)
-        tell_problems(trial)
-    bad = told_problems(found)
+        print_problems(trial)
+    bad = summarize_problems(found)
     return [
         Figure(f"disk full at {count} sizes", "0 lost, 0 false commits", bad or "0, 0", not bad)
     ]
@@ -174,8 +174,8 @@ def stops(place):
         ranks, background = MODES[i % len(MODES)]
         trial = trials.stop_trial(fresh(place), ranks=ranks, background=background, number=number)
         found.append(trial)
-        tell_problems(trial)
-    bad = told_problems(found)
+        print_problems(trial)
+    bad = summarize_problems(found)
     return [Figure(f"{count} stops of any ranks", "saved, 75, within 25 s", bad or "all", not bad)]
 
 
@@ -237,9 +237,9 @@ def chaos(place, minutes):
                 break
         problems += harness.differences(arena.out, wanted)
         found.append(trials.Trial(f"run {done + 1}", tuple(problems)))
-        tell_problems(found[-1])
+        print_problems(found[-1])
         done += 1
-    bad = told_problems(found)
+    bad = summarize_problems(found)
     faults = ", ".join(f"{n} {name}" for name, n in count.items())
     print(f"chaos: {done} runs of {CHAOS_STEPS} steps, {faults}")
     what = f"{minutes:g} min of chaos"
@@ -255,15 +255,21 @@ def disturb(arena, ranks, name):
     random, out = arena.random, arena.out
     background = random.random() < 0.5
     flags = [*trials.saves(background=background, every=10), "--step-timeout", 5]
-    around = {}
+    limit, slow_disk = None, 0.0
     if name == "full":
         limit = {"bytes": random.randrange(1000, 200_000), "rank": random.randrange(ranks)}
-        around["limit_files"] = limit
     elif random.random() < 0.3:
-        around["slow_disk"] = 0.02
+        slow_disk = 0.02
     before = trials.trained(out)
-    options = {"ranks": ranks, "steps": CHAOS_STEPS, **around}
-    with harness.running(arena.ground, out, *flags, **options) as job:
+    with harness.running(
+        arena.ground,
+        out,
+        *flags,
+        ranks=ranks,
+        steps=CHAOS_STEPS,
+        limit_files=limit,
+        slow_disk=slow_disk,
+    ) as job:
         harness.wait_for(harness.reached(out, before + 1), job)
         time.sleep(random.uniform(0, 3))
         victim = random.randrange(ranks)
@@ -272,12 +278,12 @@ def disturb(arena, ranks, name):
         codes = harness.finish(job, patience)
         if name == "stop":
             codes = [code for rank, code in enumerate(codes) if rank != victim]
-        said = job.said(0)[-300:]
+        stderr = job.stderr(0)[-300:]
     good = [path for path in list_checkpoints(out / "checkpoints") if not verify_checkpoint(path)]
     if name == "flip" and len(good) > 1:  # with none left a run has to refuse
         trials.damage(good[0], random, "flip")
     wrong = set(codes) - EXPECTED[name] - {0}
-    return [f"{name}: ended with {codes}: {said}"] if wrong else []
+    return [f"{name}: ended with {codes}: {stderr}"] if wrong else []
 
 
 def leave_alone(_job, _random, _victim):
@@ -321,20 +327,20 @@ EXPECTED = {
     "full": {trials.DISK},
     "nothing": set(),
 }
-"""The exit codes that a disturbed run may end with, beside 0 when it was done already."""
+"""The exit codes that a disturbed run may end with, or 0 if it was complete already."""
 
 
-# ----------------------------------------------------------------------------------------- telling
+# ---------------------------------------------------------------------------------------- reporting
 
 
-def told_problems(found):
-    """Return how many of the trials had a problem, with the first; or an empty text."""
+def summarize_problems(found):
+    """Return the number of trials with a problem, and the first problem; or an empty text."""
     bad = [trial for trial in found if trial.problems]
     return f"{len(bad)} of {len(found)}: {bad[0].what}: {bad[0].problems[0][:160]}" if bad else ""
 
 
-def bind_tell(name, begin):
-    """Return tell(share, what): it prints how far a part is, and how long it may still take."""
+def make_log(name, begin):
+    """Return `log(share, what)`, which prints the progress of a part and the time left."""
     part, last = time.monotonic(), 0.0
     is_terminal = sys.stdout.isatty()
 
@@ -353,7 +359,7 @@ def bind_tell(name, begin):
     return log
 
 
-def tell_problems(trial):
+def print_problems(trial):
     """Print at once what is wrong."""
     for problem in trial.problems:
         print(f"\n!! {trial.what}: {problem}", flush=True)
@@ -408,7 +414,7 @@ def main():
         wanted = harness.undisturbed(ground, folder)
         for name in given.only:
             arena = trials.Arena(ground, wanted, Random(f"{seed} {name}"), Path(folder))
-            place = Place(arena, bind_tell(name, begin), given.scale)
+            place = Place(arena, make_log(name, begin), given.scale)
             since = time.monotonic()
             figures += PARTS[name](place, given.minutes) if name == "chaos" else PARTS[name](place)
             print(f"\n{name}: done in {clock(time.monotonic() - since)}", flush=True)

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged on the disk: found, named, passed over, and never trained on."""
+"""Damaged checkpoints on the disk: they are found, named and skipped, and never trained on."""
 
 import shutil
 
@@ -25,7 +25,7 @@ def checkpoints(ground, tmp_path_factory):
 
 @pytest.fixture
 def own(checkpoints, tmp_path):
-    """Return a copy of them, to be spoiled."""
+    """Return a copy of them that a test may damage."""
     return shutil.copytree(checkpoints, tmp_path / "checkpoints")
 
 
@@ -46,7 +46,7 @@ def test_without_the_hashes_such_damage_is_not_found(own, arena):
 
 
 @pytest.mark.case("K3", "K4", "K13")
-def test_a_run_goes_on_from_the_one_before_to_the_same_bits(arena):
+def test_a_run_resumes_from_the_one_before_to_the_same_bits(arena):
     kind = arena.random.choice(["flip", "truncate", "zero", "mix"])
     trial = trials.damaged_run_trial(arena, ranks=2, kind=kind)
     assert trial.problems == (), trial
@@ -54,19 +54,19 @@ def test_a_run_goes_on_from_the_one_before_to_the_same_bits(arena):
 
 @pytest.mark.case("K3", "K13")
 @pytest.mark.only_all  # the control of files alone: above
-def test_without_the_hashes_a_run_goes_on_from_a_damaged_one_to_other_bits(arena):
+def test_without_the_hashes_a_run_resumes_from_a_damaged_one_to_other_bits(arena):
     flags = trials.saves(background=False)
     harness.complete(arena.ground, arena.out, *flags, steps=6)
     newest = list_checkpoints(arena.out / "checkpoints")[0]
     shard = next(newest.glob("rank_00001*"))
     trials.faults.flip_bit(shard, 8 * (shard.stat().st_size - 2))  # a moment of the last parameter
     with harness.running(arena.ground, arena.out, *flags, believe_files=True) as job:
-        assert harness.finish(job) == [0, 0], job.said()
+        assert harness.finish(job) == [0, 0], job.stderr()
     assert harness.differences(arena.out, arena.wanted(2))
 
 
 @pytest.mark.case("K3", "K13", "G6")
-def test_one_that_is_asked_for_by_name_is_refused_when_it_is_damaged(own, arena):
+def test_a_damaged_one_is_refused_by_its_name(own, arena):
     out = own.parent
     newest = list_checkpoints(own)[0]
     trials.faults.flip_bit(next(newest.glob("rank_*")), 4000)

@@ -22,7 +22,7 @@ WORDS = [f"word{number} = {number * number}\n" * (2 + number % 5) for number in 
 
 @pytest.fixture(scope="module")
 def recipe():
-    """Return the recipe as a module; it draws no picture and writes no text at the end."""
+    """Return the recipe as a module that draws no picture at the end."""
     spec = importlib.util.spec_from_file_location("recipe_of_data_faults", RECIPE)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -43,15 +43,15 @@ def start(recipe, tmp_path):
 
     def run(data, *flags, steps=2, out="run"):
         given = ["--out", tmp_path / out, "--data", data, "--steps", steps, *SMALL.split()]
-        printed, said = io.StringIO(), io.StringIO()
+        printed, errors = io.StringIO(), io.StringIO()
         before = signal.signal(signal.SIGALRM, hang)
         signal.alarm(60)
         try:
-            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(said):
+            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
                 recipe.main([str(flag) for flag in (*given, "--eval-every", 0, *flags)])
             return 0, printed.getvalue()
         except SystemExit as end:
-            last = said.getvalue().rstrip().splitlines()[-1]
+            last = errors.getvalue().rstrip().splitlines()[-1]
             error = json.loads(last.removeprefix("TRAINKIT_ERROR "))
             return end.code, error["what"]
         finally:
@@ -286,7 +286,7 @@ def test_a_token_file_that_changed_between_runs_is_refused_and_named(start, tmp_
     assert start(path, steps=3)[0] == 0
 
 
-# -------------------------------------------------------------------------------- counted, and kept
+# ----------------------------------------------------------------------------------------- counted
 
 
 @pytest.mark.case("D7")

@@ -1,4 +1,4 @@
-"""What guards the data, taken away: each test shows the harm that the guard keeps off."""
+"""Each test removes a guard of the data, and shows the harm that it prevents."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ from trainkit.types import DataError, Share
 LENGTHS = np.random.default_rng(0).integers(1, 60, 200)
 
 
-def tell_nobody(_):
+def log_nothing(_):
     """Stand in for print."""
 
 
@@ -60,9 +60,9 @@ def test_data_verify_names_file_place_and_token(tmp_path, capsysbinary):
     assert main(["data", "verify", str(path)]) == 65
     report = json.loads(capsysbinary.readouterr().out)
     byte = path.stat().st_size - 4 * (9000 - 8123)
-    said = f"offset 8123 (byte {byte} of the file), token 70000 outside its vocabulary of 300"
+    problem = f"offset 8123 (byte {byte} of the file), token 70000 outside its vocabulary of 300"
     assert not report["ok"]
-    assert said in report["problems"][0]
+    assert problem in report["problems"][0]
     assert str(path) in report["problems"][0]
 
 
@@ -119,14 +119,14 @@ def test_changes_that_sizes_do_not_show_are_other_facts(tmp_path):
 
 @pytest.mark.case("P3")
 def test_without_its_hash_a_damaged_plan_would_be_used(tmp_path, monkeypatch):
-    kept = load_or_pack_bins(tmp_path, LENGTHS, 64, content="a", log=tell_nobody)
-    clean = kept.lengths.copy()  # of the file itself, which is damaged below
+    plan = load_or_pack_bins(tmp_path, LENGTHS, 64, content="a", log=log_nothing)
+    clean = plan.lengths.copy()  # of the file itself, which is damaged below
     (data,) = tmp_path.rglob("*.bins")
     flip(data, len(data.read_bytes()) - 8)
-    told = []
-    again = load_or_pack_bins(tmp_path, LENGTHS, 64, content="a", log=told.append)
+    messages = []
+    again = load_or_pack_bins(tmp_path, LENGTHS, 64, content="a", log=messages.append)
     assert np.array_equal(again.lengths, clean)
-    assert "rebuilt" in told[0]
+    assert "rebuilt" in messages[0]
     flip(data, len(data.read_bytes()) - 8)
     right = json.loads(data.read_bytes().split(b"\n", 1)[0])["sha256"]
 
@@ -135,27 +135,26 @@ def test_without_its_hash_a_damaged_plan_would_be_used(tmp_path, monkeypatch):
             return right
 
     monkeypatch.setattr(cache.hashlib, "file_digest", lambda *_: Trusting())
-    damaged = load_or_pack_bins(tmp_path, LENGTHS, 64, content="a", log=tell_nobody)
+    damaged = load_or_pack_bins(tmp_path, LENGTHS, 64, content="a", log=log_nothing)
     assert not np.array_equal(damaged.lengths, clean)
 
 
 @pytest.mark.case("P4")
 def test_a_key_that_leaves_something_out_would_give_anothers_plan(tmp_path, monkeypatch):
-    first = load_or_pack_bins(tmp_path, LENGTHS, 64, content="a", log=tell_nobody)
-    other = load_or_pack_bins(tmp_path, LENGTHS[::-1], 64, content="b", log=tell_nobody)
+    first = load_or_pack_bins(tmp_path, LENGTHS, 64, content="a", log=log_nothing)
+    other = load_or_pack_bins(tmp_path, LENGTHS[::-1], 64, content="b", log=log_nothing)
     assert not np.array_equal(first.lengths, other.lengths)
-    monkeypatch.setattr(cache, "_make_key", _same_key(cache._make_key))
+    make_key = cache._make_key
+
+    def make_weak_key(lengths, *rest, **options):
+        same = {"content": "", "lengths_sha256": hashlib.sha256().hexdigest()}
+        return make_key(lengths, *rest, **options) | same
+
+    monkeypatch.setattr(cache, "_make_key", make_weak_key)
     weak = tmp_path / "weak"
-    first = load_or_pack_bins(weak, LENGTHS, 64, content="a", log=tell_nobody)
-    stale = load_or_pack_bins(weak, LENGTHS[::-1], 64, content="b", log=tell_nobody)
+    first = load_or_pack_bins(weak, LENGTHS, 64, content="a", log=log_nothing)
+    stale = load_or_pack_bins(weak, LENGTHS[::-1], 64, content="b", log=log_nothing)
     assert np.array_equal(first.lengths, stale.lengths)  # the plan of other documents
-
-
-def _same_key(key_of):
-    return lambda lengths, *rest, **options: (
-        key_of(lengths, *rest, **options)
-        | {"content": "", "lengths_sha256": hashlib.sha256().hexdigest()}
-    )
 
 
 @pytest.mark.case("P7")
@@ -201,4 +200,4 @@ def test_labels_that_ignore_documents_would_cross_their_borders():
     right = shift_labels(ids, documents)
     naive = torch.cat([ids[:, 1:], torch.tensor([[-100]])], 1)
     assert right.tolist() == [[2, 3, -100, 12, 13, -100]]
-    assert naive[0, 2] == 11  # the last token of one document asked for the first of the next
+    assert naive[0, 2] == 11  # the last token of one document has the first of the next as label

@@ -23,7 +23,7 @@ def test_a_disk_that_is_full_at_any_byte(background, arena):
 def test_a_slow_disk_changes_no_number(arena):
     flags = trials.saves(background=True, every=1)
     with harness.running(arena.ground, arena.out, *flags, slow_disk=0.02) as job:
-        assert harness.finish(job) == [0, 0], job.said()
+        assert harness.finish(job) == [0, 0], job.stderr()
     assert harness.differences(arena.out, arena.wanted(2)) == []
     assert harness.torn(arena.out) == []
 
@@ -48,8 +48,8 @@ def test_a_real_disk_that_is_full_names_what_is_needed_and_free(arena, tmp_path)
         flags = ["--save-every", 1, "--keep", 100, "--no-background-saves"]
         with harness.running(arena.ground, out, *flags) as job:
             codes = harness.finish(job)
-        assert set(codes) == {74}, job.said()
-        assert "ENOSPC" in job.said()
+        assert set(codes) == {74}, job.stderr()
+        assert "ENOSPC" in job.stderr()
         assert "free" in job.error()["what"]
         assert harness.torn(out) == []
         assert not harness.is_saving(out)
@@ -68,4 +68,4 @@ def test_a_step_that_is_saved_again_leaves_the_old_one_until_it_is_there(arena):
         harness.wait_for(lambda: harness.is_saving(arena.out), job)
         harness.kill_all(job)
     assert harness.tree_hash(old) == before
-    assert trials.go_on(arena, *flags) == []
+    assert trials.resume(arena, *flags) == []

@@ -16,12 +16,12 @@ def test_ranks_save_the_last_whole_step_before_an_error(background, rank, arena)
     with harness.running(arena.ground, arena.out, *flags, faults=faults) as job:
         codes = harness.finish(job)
     ends = [70 if rank in (None, own) else 68 for own in range(2)]
-    assert codes == ends, (codes, *map(job.said, range(2)))
+    assert codes == ends, (codes, *map(job.stderr, range(2)))
     assert harness.committed(arena.out)[-1] == "step_00000006"
-    assert "step 6, the last one before the error, is saved in" in job.said(0) + job.said(1)
+    assert "step 6, the last one before the error, is saved in" in job.stderr(0) + job.stderr(1)
     assert "a planned failure in step 7" in job.error(rank or 0)["what"]
     assert not harness.is_saving(arena.out)  # nothing is left
-    assert trials.go_on(arena, *flags) == []
+    assert trials.resume(arena, *flags) == []
 
 
 @pytest.mark.case("R1")

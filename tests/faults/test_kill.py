@@ -51,7 +51,7 @@ def test_killed_around_an_update(after, arena):
     flags, faults = trials.saves(background=False), [["kill_at", {"at": 5, "after": after}]]
     with harness.running(arena.ground, arena.out, *flags, faults=faults) as job:
         assert harness.finish(job) == [-9, -9]
-    assert trials.go_on(arena, *flags) == []
+    assert trials.resume(arena, *flags) == []
 
 
 @pytest.mark.case("K1", "W4")

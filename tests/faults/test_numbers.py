@@ -1,4 +1,4 @@
-"""Numbers that are not finite, anywhere, on any rank: no parameter or moment is spoiled by one."""
+"""Non-finite numbers, anywhere, on any rank: none reaches a parameter or a moment."""
 
 import math
 
@@ -34,7 +34,7 @@ def test_a_step_is_skipped_on_all_ranks_alike(fault, given, arena):
 
 @pytest.mark.case("N4", "N6")
 @pytest.mark.parametrize(("fault", "given"), numbers_of(STOPPED))
-def test_what_is_spoiled_already_is_never_saved(fault, given, arena):
+def test_a_parameter_or_moment_that_is_not_finite_is_never_saved(fault, given, arena):
     given = {"at": 4, "rank": arena.random.randrange(2), **given}
     trial = trials.number_trial(arena, ranks=2, fault=fault, given=given)
     assert trial.problems == (), trial
@@ -45,7 +45,7 @@ def test_a_storm_ends_with_67_after_its_rollbacks_and_all_that_is_saved_is_sound
     flags = trials.saves(background=False)
     storm = [["nan_loss_at", {"at": list(range(4, 1000)), "rank": 1}]]
     with harness.running(arena.ground, arena.out, *flags, faults=storm, steps=900) as job:
-        assert harness.finish(job) == [67, 67], job.said()
+        assert harness.finish(job) == [67, 67], job.stderr()
     assert trials.every(arena.out)
     assert not any(map(trials.poisoned, trials.every(arena.out)))
 
@@ -55,7 +55,7 @@ def test_a_replica_that_drifts_by_one_bit_is_named(arena):
     faults = [["flip_bit_at", {"at": 2, "rank": 1, "name": "layers.0.mlp.down.weight"}]]
     flags = ["--dp-replicate", 2, "--save-every", 1000]
     with harness.running(arena.ground, arena.out, *flags, faults=faults, steps=12, often=5) as job:
-        assert harness.finish(job) == [67, 67], job.said()
+        assert harness.finish(job) == [67, 67], job.stderr()
     assert "rank 1" in job.error()["what"]
     assert trials.trained(arena.out) <= 7
 
@@ -65,12 +65,12 @@ def test_a_replica_that_drifts_by_one_bit_is_named(arena):
 def test_ranks_that_look_at_several_steps_at_once_come_to_what_they_come_to_one_by_one(arena):
     storm = [["nan_loss_at", {"at": [2, 5, 6, 7], "rank": 1}]]
     flags = ["--save-every", 4, "--no-background-saves", "--log-every"]
-    said = {}
+    results = {}
     for every, out in {4: arena.out, 1: arena.out.with_name("one by one")}.items():
         with harness.running(arena.ground, out, *flags, every, faults=storm, steps=12) as job:
-            assert harness.finish(job) == [67, 67], job.said()  # back to 4 and into it again
-            told = [
+            assert harness.finish(job) == [67, 67], job.stderr()  # back to 4 and into it again
+            records = [
                 [x[name] for name in ("step", "loss_hex", "batch_hash")] for x in harness.lines(out)
             ]
-            said[every] = job.error()["what"], told
-    assert said[4] == said[1]
+            results[every] = job.error()["what"], records
+    assert results[4] == results[1]

@@ -1,4 +1,4 @@
-"""Ranks that die, hang or fail: the others end in time, name them, and the run goes on."""
+"""Ranks that die, hang or fail: the others end in time and name them, and the run resumes."""
 
 import harness
 import pytest
@@ -12,9 +12,8 @@ import trials
 )
 def test_a_rank_that_is_gone_ends_all_and_is_named(name, arena):
     victim = arena.random.randrange(2)
-    fault, named = (name, {}), f"rank {victim}"
     trial = trials.peer_trial(
-        arena, ranks=2, fault=fault, victim=victim, codes=[68], named=named, within=10
+        arena, ranks=2, fault=name, victim=victim, codes=[68], named=f"rank {victim}", within=10
     )
     assert trial.problems == (), trial
 
@@ -23,9 +22,9 @@ def test_a_rank_that_is_gone_ends_all_and_is_named(name, arena):
 @pytest.mark.only_all  # three ranks: runtime/test_watchdog.py
 def test_one_of_four_that_is_killed_is_named_by_all_others(arena):
     victim = arena.random.randrange(4)
-    fault, named = ("kill_at", {}), f"rank {victim}"
+    named = f"rank {victim}"
     trial = trials.peer_trial(
-        arena, ranks=4, fault=fault, victim=victim, codes=[68], named=named, within=10
+        arena, ranks=4, fault="kill_at", victim=victim, codes=[68], named=named, within=10
     )
     assert trial.problems == (), trial
 
@@ -35,13 +34,14 @@ def test_a_rank_that_hangs_is_named_at_the_steps_timeout(arena):
     victim, name = arena.random.randrange(2), arena.random.choice(["stop_at", "hang_at"])
     trial = trials.peer_trial(
         arena,
+        "--step-timeout",
+        4,
         ranks=2,
-        fault=(name, {}),
+        fault=name,
         victim=victim,
         codes=[68],
         named=f"rank {victim}",
         within=4 + 5,
-        **{"--step-timeout": 4},
     )
     assert trial.problems == (), trial
 
@@ -60,8 +60,8 @@ def test_the_cause_is_reported_by_the_rank_that_failed_and_by_its_peer(fault, ca
         codes = harness.finish(job)
     assert codes == [68, 70]
     assert cause in job.error(1)["what"]
-    told = cause if fault == "fail_at" else "MemoryError: all of it is taken (in phase 'step 3')"
-    assert told in job.error(0)["what"]
+    peers_cause = "MemoryError: all of it is taken (in phase 'step 3')"
+    assert (cause if fault == "fail_at" else peers_cause) in job.error(0)["what"]
     assert "rank 1" in job.error(0)["what"]
     assert ("--microbatch" in job.error(1)["hint"]) == (fault == "memory_at")
 

@@ -1,8 +1,7 @@
-"""Single trials of harm, each a function that returns what it found: the suite takes a few of each
-kind, soak.py takes them all.
+"""Single trials of harm, each a function that returns a `Trial`.
 
-Every trial begins a run of its own, hurts it, starts it again as a user would, and compares the end
-with that of a run that nobody disturbed.
+The suite runs a few of each kind, soak.py all. A trial starts a run, harms it, starts it again as a
+user would, and compares the result with an undisturbed run.
 """
 
 import contextlib
@@ -42,13 +41,13 @@ from trainkit.weights.checkpoint.manifest import (
 INTERVAL = 2
 STEPS = 8
 SLOW = [["slow_at", {"at": list(range(2, STEPS + 1)), "seconds": 0.3}]]
-"""What gives a test the time to do something in the middle of a run of `STEPS`."""
+"""Faults that give a test the time to act in the middle of a run of `STEPS`."""
 SAVED, PEER, NUMERICS, DISK, CHECKPOINT = 75, 68, 67, 74, 66
 
 
 @attrs.frozen(eq=False)
 class Arena:
-    """Where a trial takes place: what all runs read, the undisturbed ones, chance, a directory."""
+    """The inputs of a trial: the corpus, undisturbed runs, random choices, and a run directory."""
 
     ground: Path
     wanted: Callable
@@ -58,7 +57,7 @@ class Arena:
 
 @attrs.frozen
 class Trial:
-    """What a trial came to: what was wrong (nothing, it is hoped), and what it was."""
+    """The result of a trial: its description, and the problems that it found."""
 
     what: str
     problems: tuple[str, ...] = ()
@@ -74,7 +73,7 @@ def saves(*, background, every=INTERVAL):
 
 
 def allowed(background):
-    """Return how many steps a kill may cost: an interval, and where it is written behind, two."""
+    """Return the number of steps that a kill may cost: an interval, or two of background saves."""
     return (2 if background else 1) * INTERVAL
 
 
@@ -84,17 +83,17 @@ def last_saved(out):
 
 
 def trained(out):
-    """Return the last step that a run tells of, 0 for none."""
+    """Return the last step of a run's metrics, 0 for none."""
     return max(steps_of(out), default=0)
 
 
-def go_on(arena, *flags, ranks=2, steps=STEPS, **options):
-    """Start a run again until its end; return how it differs from the one that was wanted."""
+def resume(arena, *flags, ranks=2, steps=STEPS, **options):
+    """Start a run again until its end; return its differences from the undisturbed one."""
     wanted, out = arena.wanted(ranks, steps), arena.out
     with running(arena.ground, out, *flags, ranks=ranks, steps=steps, **options) as job:
         codes = finish(job)
         if set(codes) != {0}:
-            return [f"started again it ended with {codes}: {job.said()[-600:]}"]
+            return [f"started again it ended with {codes}: {job.stderr()[-600:]}"]
     return differences(out, wanted) + [f"a false commit: {name}" for name in torn(out)]
 
 
@@ -107,11 +106,17 @@ def kill_trial(arena, *, ranks, background, inside, alone=False):
     The window of a small save is some milliseconds, so it is aimed: the staging directory has just
     appeared, on a disk that takes its time.
     """
-    flags, begin = saves(background=background), time.monotonic()
-    around = {"slow_disk": 0.01} if inside else {}
+    flags, start = saves(background=background), time.monotonic()
     out, random, problems = arena.out, arena.random, []
     victim = random.randrange(ranks)
-    with running(arena.ground, arena.out, *flags, ranks=ranks, steps=STEPS, **around) as job:
+    with running(
+        arena.ground,
+        arena.out,
+        *flags,
+        ranks=ranks,
+        steps=STEPS,
+        slow_disk=0.01 if inside else 0.0,
+    ) as job:
         if inside:
             after = random.randrange(0, STEPS, INTERVAL)
             wait_for(reached(out, after + INTERVAL) if after else lambda: True, job)
@@ -132,30 +137,30 @@ def kill_trial(arena, *, ranks, background, inside, alone=False):
     problems += [f"a false commit: {name}" for name in torn(out)]
     if lost > allowed(background):
         problems.append(f"{lost} steps are lost, of a run that saves every {INTERVAL}")
-    problems += go_on(arena, *flags, ranks=ranks)
-    if saved and f"step_{saved:08d}" not in went_on_from(out):
-        problems.append(f"step {saved} was committed, and it went on from {went_on_from(out)}")
+    problems += resume(arena, *flags, ranks=ranks)
+    if saved and f"step_{saved:08d}" not in resumed_from(out):
+        problems.append(f"step {saved} was committed, and it went on from {resumed_from(out)}")
     who = f"rank {victim} of {ranks}" if alone else f"{ranks} ranks"
     what = f"kill {who}, {'background' if background else 'foreground'}"
-    seconds = time.monotonic() - begin
+    seconds = time.monotonic() - start
     return Trial(what, tuple(problems), was_inside, max(lost, 0), seconds, background)
 
 
-def went_on_from(out):
-    """Return what the last start of a run told of the checkpoint that it took."""
+def resumed_from(out):
+    """Return the messages of a run's last start about the checkpoint that it took."""
     path = Path(out) / "events.jsonl"
     events = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-    told = [event["messages"] for event in events if event["event"] == "resume"]
-    return " ".join(told[-1]) if told else ""
+    messages = [event["messages"] for event in events if event["event"] == "resume"]
+    return " ".join(messages[-1]) if messages else ""
 
 
 # ------------------------------------------------------------------------------------------- damage
 
 
 def damage(folder, random, kind):
-    """Damage a checkpoint at random; return what was done, and a function that mends it.
+    """Damage a checkpoint at random; return a description, and a function that restores it.
 
-    Every file may be hit, in proportion to nothing: the manifest as often as a shard.
+    All files are hit equally often, whatever their sizes: the manifest as often as a shard.
     """
     files = sorted(path for path in folder.iterdir() if path.is_file())
     path = random.choice(files)
@@ -177,13 +182,13 @@ def damage(folder, random, kind):
     else:
         what = mix(folder, files, random)
 
-    def mend():
+    def restore():
         for extra in set(folder.iterdir()) - set(files):
             extra.unlink()
         for file, content in before.items():
             file.write_bytes(content)
 
-    return what, mend
+    return what, restore
 
 
 def mix(folder, files, random):
@@ -210,7 +215,7 @@ def mix(folder, files, random):
 def damage_trials(directory, random, kinds, *, check=verify_checkpoint):
     """Damage the newest checkpoint in `checkpoints/` many times; return the trials.
 
-    `kinds` says how often: {"flip": 1000}. The damage must be found, the name of a file told, and
+    `kinds` has the number of trials of each kind: {"flip": 1000}. The damage must be found, and
     "auto" must take another checkpoint.
     """
     newest, second = list_checkpoints(directory)[:2]
@@ -220,7 +225,7 @@ def damage_trials(directory, random, kinds, *, check=verify_checkpoint):
             if kind == "pointer":
                 trials.append(pointer_trial(directory, newest, random))
                 continue
-            what, mend = damage(newest, random, kind)
+            what, restore = damage(newest, random, kind)
             found = check(newest)
             problems = [] if found else [f"undetected: {what}"]
             if found and trials and len(trials) % 25 == 0:
@@ -228,8 +233,8 @@ def damage_trials(directory, random, kinds, *, check=verify_checkpoint):
                 problems += [] if taken == second else [f"{what}: auto takes {taken}"]
                 with contextlib.suppress(CheckpointError):
                     find_checkpoint(newest)
-                    problems.append(f"{what}: taken when asked for")
-            mend()
+                    problems.append(f"{what}: taken by its name")
+            restore()
             trials.append(Trial(f"{kind}: {what}", tuple(problems)))
     assert check(newest) == []
     return trials
@@ -247,7 +252,7 @@ def pointer_trial(directory, newest, random):
 
 
 def damaged_run_trial(arena, *, ranks, kind):
-    """Damage the newest checkpoint of a run that has stopped; it must go on all the same."""
+    """Damage the newest checkpoint of a run that has stopped; it must resume all the same."""
     flags, out, random = saves(background=False), arena.out, arena.random
     harness.complete(arena.ground, arena.out, *flags, ranks=ranks, steps=STEPS // 2 + INTERVAL)
     (out / "final.json").unlink(missing_ok=True)
@@ -255,9 +260,9 @@ def damaged_run_trial(arena, *, ranks, kind):
     problems = []
     if len(committed(out)) != (STEPS // 2) // INTERVAL:
         problems.append(f"{what}: {committed(out)} verify")
-    # The damaged one is kept, so it is no false commit.
+    # The damaged checkpoint stays, and is no false commit.
     problems += [
-        problem for problem in go_on(arena, *flags, ranks=ranks) if "a false commit" not in problem
+        problem for problem in resume(arena, *flags, ranks=ranks) if "a false commit" not in problem
     ]
     return Trial(what, tuple(problems))
 
@@ -266,60 +271,59 @@ def damaged_run_trial(arena, *, ranks, kind):
 
 
 def stop_trial(arena, *, ranks, background, number=signal.SIGTERM, to=None):
-    """Tell some ranks of a run to stop at a random moment; it must save, end with 75, and go on."""
+    """Stop some ranks of a run at a random moment; it must save, end with 75, and resume."""
     flags = saves(background=background, every=100)
-    out, random, problems, begin = arena.out, arena.random, [], time.monotonic()
+    out, random, problems, start = arena.out, arena.random, [], time.monotonic()
     to = to or random.sample(range(ranks), random.randint(1, ranks))
     with running(arena.ground, arena.out, *flags, ranks=ranks, steps=STEPS, faults=SLOW) as job:
         wait_for(reached(out, 1), job)
         time.sleep(random.uniform(0, 0.2))
-        told = time.monotonic()
+        signal_time = time.monotonic()
         for rank in to:
             kill(job, job.pids[rank], number)
-        codes, seconds = finish(job, 60), time.monotonic() - told
+        codes, seconds = finish(job, 60), time.monotonic() - signal_time
         if set(codes) != {SAVED} or seconds > 25:
-            problems.append(f"ended with {codes} after {seconds:.1f} s: {job.said()[-600:]}")
+            problems.append(f"ended with {codes} after {seconds:.1f} s: {job.stderr()[-600:]}")
     if trained(out) != last_saved(out):
         problems.append(f"step {last_saved(out)} was saved and {trained(out)} trained")
-    problems += go_on(arena, *flags, ranks=ranks)
+    problems += resume(arena, *flags, ranks=ranks)
     what = f"{signal.Signals(number).name} to ranks {to} of {ranks}"
-    return Trial(what, tuple(problems), seconds=time.monotonic() - begin)
+    return Trial(what, tuple(problems), seconds=time.monotonic() - start)
 
 
 # -------------------------------------------------------------------------------------------- peers
 
 
-def peer_trial(arena, *, ranks, fault, victim, codes, named, within, **flags):
-    """Let one rank go wrong in step 3; the others must end in time and name it.
+def peer_trial(arena, *flags, ranks, fault, victim, codes, named, within):
+    """Inject a fault into one rank in step 3; the others must end in time and name it.
 
-    Of one that was killed the run goes on, too.
+    After a kill the run must resume, too.
     """
-    given = [*saves(background=False), *(str(x) for pair in flags.items() for x in pair)]
-    name, given_fault = fault
-    planned = [[name, {"at": 3, "rank": victim, **given_fault}]]
+    flags = [*saves(background=False), *flags]
+    planned = [[fault, {"at": 3, "rank": victim}]]
     problems = []
-    with running(arena.ground, arena.out, *given, ranks=ranks, steps=STEPS, faults=planned) as job:
+    with running(arena.ground, arena.out, *flags, ranks=ranks, steps=STEPS, faults=planned) as job:
         wait_for(reached(arena.out, 2), job)
-        begin = time.monotonic()
+        start = time.monotonic()
         others = [rank for rank in range(ranks) if rank != victim]
         ended = finish(job, within + 20, ranks=others)
-        seconds, found = time.monotonic() - begin, [ended[rank] for rank in others]
-        said = [job.error(rank).get("what", "") for rank in others]
+        seconds, found = time.monotonic() - start, [ended[rank] for rank in others]
+        errors = [job.error(rank).get("what", "") for rank in others]
         if not set(found) <= set(codes) or seconds > within:
-            problems.append(f"the others ended with {found} after {seconds:.1f} s: {said}")
-        problems += [f"rank {victim} is not named: {what}" for what in said if named not in what]
-        if name == "stop_at":
+            problems.append(f"the others ended with {found} after {seconds:.1f} s: {errors}")
+        problems += [f"rank {victim} is not named: {what}" for what in errors if named not in what]
+        if fault == "stop_at":
             kill(job, job.pids[victim])
         elif finish(job, 10)[victim] is None:
             problems.append(f"rank {victim} still runs")
     problems += [f"{pid} still runs" for pid in living(job)]
     problems += [f"a false commit: {path}" for path in torn(arena.out)]
-    problems += go_on(arena, *given, ranks=ranks) if name == "kill_at" else []
-    return Trial(f"{name} on rank {victim} of {ranks}", tuple(problems))
+    problems += resume(arena, *flags, ranks=ranks) if fault == "kill_at" else []
+    return Trial(f"{fault} on rank {victim} of {ranks}", tuple(problems))
 
 
 def is_stopped(pid):
-    """Say whether a process has been stopped (SIGSTOP)."""
+    """Return whether a process has been stopped (SIGSTOP)."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
@@ -327,7 +331,7 @@ def is_stopped(pid):
 
 
 def number_trial(arena, *, ranks, fault, given, allowed=(0, NUMERICS)):
-    """Put a number that is not finite into a run; no parameter or moment may be spoiled by it."""
+    """Inject a non-finite number into a run; no parameter or moment may become non-finite."""
     flags = saves(background=False)
     problems = []
     with running(
@@ -335,7 +339,7 @@ def number_trial(arena, *, ranks, fault, given, allowed=(0, NUMERICS)):
     ) as job:
         codes = finish(job)
         if len(set(codes)) > 1 or codes[0] not in allowed:
-            problems.append(f"ended with {codes}: {job.said()[-600:]}")
+            problems.append(f"ended with {codes}: {job.stderr()[-600:]}")
     problems += [f"{name}: not finite" for path in every(arena.out) for name in poisoned(path)]
     return Trial(f"{fault} {given}", tuple(problems))
 
@@ -345,7 +349,7 @@ def every(out):
 
 
 def poisoned(checkpoint):
-    """Return the names of the tensors of a checkpoint that hold a number that is not finite."""
+    """Return the names of the tensors of a checkpoint with non-finite elements."""
     found = []
     for path in checkpoint.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
@@ -361,7 +365,7 @@ def poisoned(checkpoint):
 
 
 def full_disk_trial(arena, *, ranks, size, background):
-    """Let files grow to `size` bytes only; nothing may be lost or half-committed; then go on."""
+    """Limit files to `size` bytes; nothing may be lost or half-committed, and the run resumes."""
     flags, out = saves(background=background), arena.out
     harness.complete(arena.ground, arena.out, *flags, ranks=ranks, steps=INTERVAL)
     (out / "final.json").unlink(missing_ok=True)
@@ -372,10 +376,10 @@ def full_disk_trial(arena, *, ranks, size, background):
     ) as job:
         codes = finish(job)
         if len(set(codes)) > 1 or codes[0] not in {0, DISK}:
-            problems.append(f"ended with {codes}: {job.said()[-600:]}")
+            problems.append(f"ended with {codes}: {job.stderr()[-600:]}")
     if not set(before) <= set(committed(out)):
         problems.append(f"{before} became {committed(out)}")
     if is_saving(out):
         problems.append("a staging directory is left")
-    problems += go_on(arena, *flags, ranks=ranks)
+    problems += resume(arena, *flags, ranks=ranks)
     return Trial(f"files of {size} bytes at most", tuple(problems))

@@ -27,7 +27,12 @@ KINDS = {
     ),
     "routed": attrs.evolve(CONFIG, experts=Experts(count=4, chosen=2, width=16, shared=8)),
 }
-HOW = {"max_new_tokens": 4, "context": 16, "sampling": Sampling(temperature=0)}
+
+
+def greedy(model, prompt, *, tokens=4):
+    return generate(
+        model, [prompt], max_new_tokens=tokens, context=16, sampling=Sampling(temperature=0)
+    )
 
 
 def model_of(config):
@@ -37,9 +42,13 @@ def model_of(config):
 @torch.inference_mode()
 def logits_of(model):
     batch = batch_from_rows(torch.tensor([[1, 5, 2, 9, 3]]))
-    fields = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
-    known = {"spans": batch.spans, "document_ids": batch.document_ids}
-    return drop_routing(call_routed(model, fields | known))
+    fields = {
+        "input_ids": batch.input_ids,
+        "position_ids": batch.position_ids,
+        "spans": batch.spans,
+        "document_ids": batch.document_ids,
+    }
+    return drop_routing(call_routed(model, fields))
 
 
 @pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
@@ -81,15 +90,15 @@ def test_matrices_of_one_input_are_joined_where_they_are_plain_and_small(monkeyp
 
 def test_what_has_hooks_or_a_forward_of_its_own_runs_as_it_is():
     model, seen = model_of(CONFIG), []
-    want = generate(model, [[1, 2]], **HOW)
+    want = greedy(model, [1, 2])
     attention, mlp = (getattr(model.layers["1"], name) for name in ("attention", "mlp"))
     attention.wq.register_forward_hook(lambda *_: seen.append("hook"))
     attention.register_forward_pre_hook(lambda *_: seen.append("before"))
     forward = mlp.forward
     mlp.forward = lambda x: seen.append("own") or forward(x)
     model.norm.compile(backend="eager")
-    assert generate(model, [[1, 2]], **HOW) == want
-    assert seen == ["before", "hook", "own"] * HOW["max_new_tokens"]
+    assert greedy(model, [1, 2]) == want
+    assert seen == ["before", "hook", "own"] * 4
     assert bare(model.norm) is model.norm
 
 
@@ -101,7 +110,7 @@ def test_a_step_of_generation_is_few_products_and_makes_no_table_anew(monkeypatc
     model, counts = model_of(CONFIG), []
     for new in (4, 5):
         calls.clear()
-        generate(model, [[1, 2]], **HOW | {"max_new_tokens": new})
+        greedy(model, [1, 2], tokens=new)
         counts.append([calls.count(name) for name in ("linear", "arange")])
     ((few, made), (more, again)) = counts
     assert more - few == 1  # that of the head
@@ -110,7 +119,6 @@ def test_a_step_of_generation_is_few_products_and_makes_no_table_anew(monkeypatc
 
 def test_nothing_of_the_weights_is_kept_from_one_text_to_the_next():
     model, other = model_of(CONFIG), build_decoder(CONFIG, seed=1)
-    how = HOW | {"max_new_tokens": 10}
-    first = generate(model, [[1, 2]], **how)
+    first = greedy(model, [1, 2], tokens=10)
     model.load_state_dict(other.state_dict())
-    assert generate(model, [[1, 2]], **how) == generate(other, [[1, 2]], **how) != first
+    assert greedy(model, [1, 2], tokens=10) == greedy(other, [1, 2], tokens=10) != first

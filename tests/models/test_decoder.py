@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import attrs
 import numpy as np
@@ -21,6 +22,8 @@ from trainkit.models import (
     Llama3Scaling,
     Norms,
     build_decoder,
+    call_model,
+    call_with_noise,
     count_parameters,
     init_weights,
 )
@@ -53,11 +56,12 @@ def spans_of(lengths):
 
 
 def packed(lengths, *, rows=1, seed=0):
-    """Return the batch of rows that hold documents of these lengths (the same in every row)."""
+    """Return a batch of rows with documents of these lengths (the same in every row)."""
     make = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, SMALL.vocab_size, (rows, sum(lengths)), generator=make)
     positions = torch.cat([torch.arange(n) for n in lengths]).expand(rows, -1)
-    return ids, {"position_ids": positions, "spans": spans_of(list(lengths) * rows)}
+    spans = spans_of(list(lengths) * rows)
+    return {"input_ids": ids, "position_ids": positions, "spans": spans}
 
 
 def double(config, **options):
@@ -90,14 +94,13 @@ def backward(logits):
 @pytest.mark.parametrize("config", [SMALL, RICH, GEMMA, OLMO, attrs.evolve(GPT, dropout=0.0)])
 def test_packed_row_equals_its_documents_one_by_one(config):
     lengths = [5, 1, 9, 23]
-    ids, rest = packed(lengths)
+    batch = packed(lengths)
     whole, alone = double(config), double(config)
-    logits = whole(ids, **rest)
+    logits = call_model(whole, batch)
     backward(logits)
     parts = []
-    for document in ids.split(lengths, dim=1):
-        _, rest = packed([document.shape[1]])
-        parts.append(alone(document, **rest))
+    for ids in batch["input_ids"].split(lengths, dim=1):
+        parts.append(call_model(alone, packed([ids.shape[1]]) | {"input_ids": ids}))
         backward(parts[-1])
     assert_equal(logits, torch.cat(parts, dim=1))
     for name, gradient in gradients(whole).items():
@@ -113,10 +116,10 @@ def test_grouped_heads_equal_a_model_with_repeated_heads():
             heads = values[name].unflatten(0, (SMALL.kv_heads, -1))
             values[name] = heads.repeat_interleave(2, dim=0).flatten(0, 1)
     full.load_state_dict(values)
-    ids, rest = packed([4, 7])
-    logits = grouped(ids, **rest)
+    batch = packed([4, 7])
+    logits = call_model(grouped, batch)
     backward(logits)
-    want = full(ids, **rest)
+    want = call_model(full, batch)
     backward(want)
     assert_equal(logits, want)
     got = grouped.layers["0"].attention.wk.weight.grad.unflatten(0, (2, -1))
@@ -130,19 +133,19 @@ def test_tied_gradient_is_the_sum_of_both_uses():
     values = tied.state_dict()
     assert "head.weight" not in values
     untied.load_state_dict(values | {"head.weight": values["embedding.weight"]})
-    ids, rest = packed([4, 7])
+    batch = packed([4, 7])
     for model in (tied, untied):
-        backward(model(ids, **rest))
+        backward(call_model(model, batch))
     both = untied.embedding.weight.grad + untied.head.weight.grad
     assert_equal(tied.embedding.weight.grad, both)
 
 
 def test_hidden_head_holds_the_logits():
     for config in (SMALL, RICH, GEMMA):
-        ids, rest = packed([4, 7])
-        logits = double(config)(ids, **rest)
+        batch = packed([4, 7])
+        logits = call_model(double(config), batch)
         model = double(config, head="hidden")
-        hidden, weight, axis, softcap = model(ids, **rest)
+        hidden, weight, axis, softcap = call_model(model, batch)
         assert axis is SOLO
         assert_equal(apply_softcap(hidden @ weight.T, softcap), logits)
         assert_equal(whole_logits((hidden, weight, axis, softcap)), logits)
@@ -217,16 +220,18 @@ def reference_frequencies(config):
 @CONFIGS
 def test_logits_equal_the_formulas_written_out(config):
     model = double(config)
-    ids, rest = packed([11])
-    assert_equal(model(ids, **rest)[0], written_out(model, ids, rest["position_ids"]))
+    batch = packed([11])
+    want = written_out(model, batch["input_ids"], batch["position_ids"])
+    assert_equal(call_model(model, batch)[0], want)
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.2-1b"])
 def test_scaled_frequencies_follow_the_three_cases_of_llama3(name):
     config = make_decoder_config(name)
-    options = {"theta": config.rope_theta, "dtype": torch.float64}
-    got = rotary_frequencies(config.head_size, scaling=config.rope_scaling, **options)
-    plain = rotary_frequencies(config.head_size, **options)
+    compute = partial(
+        rotary_frequencies, config.head_size, theta=config.rope_theta, dtype=torch.float64
+    )
+    got, plain = compute(scaling=config.rope_scaling), compute()
     assert_equal(got, torch.tensor(reference_frequencies(config), dtype=torch.float64))
     assert got[0] == plain[0]
     assert got[-1] == plain[-1] / config.rope_scaling.factor
@@ -284,9 +289,9 @@ def test_under_autocast_attention_sees_one_low_dtype():
         seen.extend(x.dtype for x in (q, k, v))
         return sdpa(q, k, v, spans=spans, scale=scale)
 
-    ids, rest = packed([4, 7])
+    batch = packed([4, 7])
     with torch.autocast("cpu", torch.bfloat16):
-        build_decoder(SMALL, seed=0, attend=attend)(ids, **rest)
+        call_model(build_decoder(SMALL, seed=0, attend=attend), batch)
     assert set(seen) == {torch.bfloat16}
 
 
@@ -298,38 +303,39 @@ def test_attention_is_an_argument():
         seen.append((q.shape, k.shape))
         return sdpa(q, k, v, spans=spans, scale=scale)
 
-    ids, rest = packed([4, 7])
-    build_decoder(SMALL, seed=0, attend=attend)(ids, **rest)
+    batch = packed([4, 7])
+    call_model(build_decoder(SMALL, seed=0, attend=attend), batch)
     assert seen == [((1, 11, 4, 4), (1, 11, 2, 4))] * 2
 
 
 # ------------------------------------------------------------------------------------------ dropout
 
 
-def dropped(model, ids, rest, keys):
-    return model(ids, noise_key=keys, **rest)
+def dropped(model, batch, keys):
+    return call_with_noise(model, batch | {"noise_key": keys})
 
 
 @pytest.mark.case("X3")
 def test_dropout_does_not_depend_on_rows_or_microbatches():
     model = double(attrs.evolve(SMALL, dropout=0.3)).train()
     rows, length = 4, 6
-    ids, rest = packed([length], rows=rows)
+    batch = packed([length], rows=rows)
     index = torch.arange(rows * length).view(rows, length)
     keys = noise.make_token_keys(index, seed=1, step=2)
-    together = dropped(model, ids, rest, keys)
+    together = dropped(model, batch, keys)
     one_row = dropped(
         model,
-        ids.view(1, -1),
-        {"position_ids": rest["position_ids"].reshape(1, -1), "spans": rest["spans"]},
+        {
+            "input_ids": batch["input_ids"].view(1, -1),
+            "position_ids": batch["position_ids"].reshape(1, -1),
+            "spans": batch["spans"],
+        },
         keys.view(1, -1),
     )
     assert_equal(one_row.view_as(together), together)
     for row in range(rows):
-        _, rest = packed([length])
-        assert_equal(
-            dropped(model, ids[row : row + 1], rest, keys[row : row + 1]), together[row : row + 1]
-        )
+        own = packed([length]) | {"input_ids": batch["input_ids"][row : row + 1]}
+        assert_equal(dropped(model, own, keys[row : row + 1]), together[row : row + 1])
 
 
 def test_dropout_uses_each_site_once_under_its_name_in_the_whole_model(monkeypatch):
@@ -342,31 +348,31 @@ def test_dropout_uses_each_site_once_under_its_name_in_the_whole_model(monkeypat
 
     monkeypatch.setattr("trainkit.noise.counters.dropout", recorded)
     model = build_decoder(attrs.evolve(SMALL, dropout=0.3), seed=0)
-    ids, rest = packed([4])
-    dropped(model, ids, rest, ids)
+    batch = packed([4])
+    dropped(model, batch, batch["input_ids"])
     names = ["embedding", *(f"layers.{i}.{site}" for i in (0, 1) for site in ("attention", "mlp"))]
     assert sites == [(name, 0.3) for name in names]
 
 
 def test_dropout_changes_training_only_and_differs_between_steps():
     model = double(attrs.evolve(SMALL, dropout=0.3))
-    ids, rest = packed([4, 7])
+    batch = packed([4, 7])
     index = torch.arange(11)[None]
     first, second = (noise.make_token_keys(index, seed=0, step=step) for step in (0, 1))
-    plain = double(SMALL)(ids, **rest)
-    training = dropped(model.train(), ids, rest, first)
-    assert torch.equal(training, dropped(model, ids, rest, first))
-    assert not torch.allclose(training, dropped(model, ids, rest, second))
+    plain = call_model(double(SMALL), batch)
+    training = dropped(model.train(), batch, first)
+    assert torch.equal(training, dropped(model, batch, first))
+    assert not torch.allclose(training, dropped(model, batch, second))
     assert not torch.allclose(training, plain)
-    assert_equal(dropped(model.eval(), ids, rest, first), plain)
-    assert_equal(model.eval()(ids, **rest), plain)
+    assert_equal(dropped(model.eval(), batch, first), plain)
+    assert_equal(call_model(model.eval(), batch), plain)
 
 
 def test_dropout_without_keys_is_refused():
     model = build_decoder(attrs.evolve(SMALL, dropout=0.1), seed=0).train()
-    ids, rest = packed([4])
+    batch = packed([4])
     with pytest.raises(ValueError, match=r"no noise_key; put noise\.make_token_keys"):
-        model(ids, **rest)
+        call_model(model, batch)
 
 
 # --------------------------------------------------------------------------------- names and values
@@ -422,9 +428,9 @@ _FIELDS_OF_OLD = {
 def test_embeddings_are_scaled_by_what_their_dtype_can_say():
     config = attrs.evolve(SMALL, width=48, embedding_scale=48**0.5)  # 6.93, in bf16 6.9375
     model = build_decoder(config, seed=0).bfloat16()
-    ids, rest = packed([4])
-    x = model._embed(ids, rest["position_ids"], None)
-    assert torch.equal(x, model.embedding(ids) * torch.tensor(48**0.5).bfloat16())
+    batch = packed([4])
+    x = model._embed(batch["input_ids"], batch["position_ids"], None)
+    assert torch.equal(x, model.embedding(batch["input_ids"]) * torch.tensor(48**0.5).bfloat16())
 
 
 def test_constructor_draws_no_random_numbers():
@@ -513,11 +519,16 @@ def test_a_bad_configuration_is_refused_by_field_value_and_rule(change, match):
 
 
 @pytest.mark.parametrize(
-    "change", [{"factor": 0.5}, {"low_freq_factor": 4.0}, {"original_length": 0}]
+    "make",
+    [
+        lambda: Llama3Scaling(factor=0.5),
+        lambda: Llama3Scaling(factor=8.0, low_freq_factor=4.0),
+        lambda: Llama3Scaling(factor=8.0, original_length=0),
+    ],
 )
-def test_a_bad_rope_scaling_is_refused(change):
+def test_a_bad_rope_scaling_is_refused(make):
     with pytest.raises(ValueError, match=r"Llama3Scaling: .* factor >= 1"):
-        Llama3Scaling(**({"factor": 8.0} | change))
+        make()
 
 
 def test_an_unknown_head_is_refused():
@@ -580,11 +591,11 @@ def test_an_unknown_size_names_the_nearest():
 def test_a_small_model_learns():
     model = build_decoder(make_decoder_config("tiny", width=32, layers=2, mlp_width=64), seed=0)
     ids = torch.tensor([list(b"the cat sat on the mat. the cat sat on the mat.")])
-    rest = {"position_ids": torch.arange(ids.shape[1])[None], "spans": spans_of([ids.shape[1]])}
+    positions, spans = torch.arange(ids.shape[1])[None], spans_of([ids.shape[1]])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(30):
-        logits = model(ids, **rest)
+        logits = model(ids, position_ids=positions, spans=spans)
         loss = functional.cross_entropy(logits[0, :-1], ids[0, 1:])
         losses.append(loss.item())
         loss.backward()
@@ -604,9 +615,9 @@ def test_blocks_compile_and_give_the_same_numbers_for_other_documents():
     compiled.layers["0"].compile(backend="aot_eager")
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         for seed, lengths in enumerate(([5, 7], [3, 4, 5], [1, 11])):
-            ids, rest = packed(lengths, seed=seed)
-            keys = noise.make_token_keys(ids, seed=0, step=seed)
-            outputs = [dropped(model, ids, rest, keys) for model in (compiled, plain)]
+            batch = packed(lengths, seed=seed)
+            keys = noise.make_token_keys(batch["input_ids"], seed=0, step=seed)
+            outputs = [dropped(model, batch, keys) for model in (compiled, plain)]
             assert_equal(*outputs)
             for output in outputs:
                 backward(output)

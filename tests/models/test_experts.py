@@ -39,7 +39,7 @@ from trainkit.post.generation import generate
 from trainkit.step import evaluate, forward_backward
 from trainkit.tools.testing import builtin
 from trainkit.tools.testing.builtin import decoder_batch
-from trainkit.tools.testing.deal import deal_batch
+from trainkit.tools.testing.distribute_batch import distribute_batch
 from trainkit.types import SOLO, ConfigError, DataShard
 
 CONFIG = attrs.evolve(
@@ -247,7 +247,7 @@ def test_microbatches_and_padding_change_no_gradient_and_no_count(config, balanc
         for layer in model.layers.values():
             if isinstance(layer.mlp, experts.ExpertMlp):
                 layer.mlp.router.load.copy_(torch.linspace(0.02, 0.23, 8))
-        batches = [*deal_batch(whole, DataShard(), rows_per_microbatch=rows)]
+        batches = [*distribute_batch(whole, DataShard(), rows_per_microbatch=rows)]
         batches += [make_padding_batch(2, whole.input_ids.shape[1])] * blanks
         seen = count_tokens(batches)
         per = {"loss": count_valid_tokens(batches), "balance": seen, "router_z": seen}
@@ -293,7 +293,7 @@ def test_the_bias_moves_once_a_step_on_global_counts_and_not_when_a_step_is_skip
 def biases_after_a_step(rows, *, per_microbatch):
     """Return the biases after a step in microbatches of so many rows, moved once or each time."""
     model = build_decoder(BIASED, seed=0)
-    batches = [*deal_batch(decoder_batch(0), DataShard(), rows_per_microbatch=rows)]
+    batches = [*distribute_batch(decoder_batch(0), DataShard(), rows_per_microbatch=rows)]
     for part in [[x] for x in batches] if per_microbatch else [batches]:
         ones = dict.fromkeys(("loss", "balance", "router_z"), torch.tensor(1))
         sums = forward_backward(

@@ -26,7 +26,7 @@ from trainkit.models.decoder_sizes import config_from_facts
 from trainkit.models.rotary import rotary_frequencies
 from trainkit.post.generation import Sampling, generate
 from trainkit.tools.testing.builtin import decoder_batch
-from trainkit.tools.testing.deal import deal_batch
+from trainkit.tools.testing.distribute_batch import distribute_batch
 from trainkit.types import ConfigError, DataShard
 
 CONFIG = DecoderConfig(
@@ -74,7 +74,7 @@ def test_rows_one_by_one_give_what_they_give_together(config):
     whole, found = decoder_batch(0), []
     for rows in (None, 1):
         model = double(config)
-        for batch in deal_batch(whole, DataShard(), rows_per_microbatch=rows):
+        for batch in distribute_batch(whole, DataShard(), rows_per_microbatch=rows):
             next_token(call_model(model, batch), batch)[0].backward()
         found.append({name: p.grad for name, p in model.named_parameters()})
     torch.testing.assert_close(*found, rtol=1e-11, atol=1e-13)

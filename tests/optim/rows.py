@@ -5,6 +5,7 @@ A row is a name of `OPTIMIZERS` with options, or several as one. A new optimizer
 """
 
 import re
+from functools import partial
 
 import attrs
 import torch
@@ -110,23 +111,30 @@ class Row:
     def make(self, stages, *, axis=SOLO, **changes):
         """Return the optimizer of stages, or of parameters by name."""
         stages = [Named(stages)] if isinstance(stages, dict) else stages
-        told = attrs.asdict(attrs.evolve(self, **changes))
-        del told["dtype"]
-        for name, read in (("options", parse_options), ("groups", parse_groups)):
-            told[name] = read(told[name], optimizer=told["optimizer"])
-        return make_optimizer(stages, lr=LR, weight_decay=DECAY, seed=3, axis=axis, **told)
+        row = attrs.evolve(self, **changes)
+        return make_optimizer(
+            stages,
+            lr=LR,
+            optimizer=row.optimizer,
+            weight_decay=DECAY,
+            options=parse_options(row.options, optimizer=row.optimizer),
+            groups=parse_groups(row.groups, optimizer=row.optimizer),
+            mean=row.mean,
+            seed=3,
+            axis=axis,
+            offload=row.offload,
+        )
 
-    def of(self, name):
-        """Return what holds for a parameter: its optimizer, its options, and its group's."""
-        found = {"optimizer": self.optimizer, "lr_scale": 1.0, "weight_decay": DECAY}
+    def settings_of(self, name):
+        """Return the settings of a parameter: its optimizer, its options, and its group's."""
+        defaults = {"optimizer": self.optimizer, "lr_scale": 1.0, "weight_decay": DECAY}
         texts = list(self.options)
         for group in self.groups:
             pattern, *rest = group.split()
             if re.fullmatch(pattern, name):
                 own = [x for x in rest if x.startswith("optimizer=")]
                 texts = ([] if own else texts) + rest
-        told = dict(x.split("=", 1) for x in texts)
-        return found | told
+        return defaults | dict(x.split("=", 1) for x in texts)
 
     @property
     def asks_for_few_bits(self):
@@ -185,9 +193,15 @@ def kept(x, kind, key, count, name):
         keys = rounding_keys(
             make_key(3, "rounding of moments", name), x.shape or (1,), (0,) * max(x.dim(), 1)
         )
-        how = {"columns": x.shape[-1] if x.dim() else 1, "begin": 0, "first": 0}
-        flat, at = x.float().reshape(-1), keys_at(keys, count)
-        return rounded_rows(flat, at, **how, lower=key == "v_sq").double().view(x.shape)
+        rounded = rounded_rows(
+            x.float().reshape(-1),
+            keys_at(keys, count),
+            columns=x.shape[-1] if x.dim() else 1,
+            begin=0,
+            first=0,
+            lower=key == "v_sq",
+        )
+        return rounded.double().view(x.shape)
     if kind != "8bit" or x.dim() < 2 or x.shape[-1] % 256:
         return x
     parts = {key: torch.empty(0, dtype=torch.uint8), f"{key}_scale": torch.empty(0)}
@@ -203,19 +217,20 @@ def as_numbers(name, state):
 def step_plainly(row, values, memory, step, gradients):
     """Step fp64 values by name, with what is remembered of each."""
     for name, p in values.items():
-        told, s = row.of(name), memory.setdefault(name, {})
-        lr = rate(step) * float(told["lr_scale"])
-        decay = float(told["weight_decay"]) if p.dim() > 1 else 0.0
-        is_cautious = told.get("cautious") == "True"
+        settings, s = row.settings_of(name), memory.setdefault(name, {})
+        lr = rate(step) * float(settings["lr_scale"])
+        decay = float(settings["weight_decay"]) if p.dim() > 1 else 0.0
+        is_cautious = settings.get("cautious") == "True"
 
         def decayed(u, p, decay=decay, is_cautious=is_cautious):
             return decay * p * (u * p >= 0) if is_cautious else decay * p
 
-        options = {"betas": (0.8, 0.9)} if "betas" in told else {}
-        formula = FORMULAS[told["optimizer"]]
-        values[name] = formula(p, gradients[name], s, lr, decayed, **options)
+        formula = FORMULAS[settings["optimizer"]]
+        if "betas" in settings:
+            formula = partial(formula, betas=(0.8, 0.9))
+        values[name] = formula(p, gradients[name], s, lr, decayed)
         for x in s.keys() & {"m", "v"}:
-            s[x] = kept(s[x], told.get("moments"), {"m": "m", "v": "v_sq"}[x], step + 1, name)
+            s[x] = kept(s[x], settings.get("moments"), {"m": "m", "v": "v_sq"}[x], step + 1, name)
         if row.mean is not None:
             new = values[name]
             s["mean"] = row.mean * s.get("mean", new) + (1 - row.mean) * new

@@ -133,8 +133,7 @@ def train(stages, optimizer, ps, *, begin, end):
     named = tk.get_named_parameters(stages)
     for step in range(begin, end):
         give_gradients_(named, step)
-        limit = {"lr": rate(step), "max_norm": None}
-        tk.clip_and_step(named.values(), optimizer, **limit, axis=ps.pp)
+        tk.clip_and_step(named.values(), optimizer, lr=rate(step), max_norm=None, axis=ps.pp)
     return TrainState(step=end)
 
 
@@ -185,14 +184,13 @@ def visit(names, came_from, folder):
 
 
 def changed(layout, ps, run):
-    """Go on with another optimizer; return the state's hash and what was told."""
+    """Resume with another optimizer; return the state's hash and the messages about it."""
     stages, optimizer = build(TO, layout, ps)
-    told, asked = [], ResumeRules(allow=("optimizer",))
-    how = {"log": told.append, "rules": asked}
-    state = tk.resume(run, TrainState(), stages, optimizer, ps, **how)
+    messages, rules = [], ResumeRules(allow=("optimizer",))
+    state = tk.resume(run, TrainState(), stages, optimizer, ps, log=messages.append, rules=rules)
     train(stages, optimizer, ps, begin=STEPS, end=STEPS + 1)
-    said = [line for line in told if line.startswith("the optimizer")]
-    return tk.state_hash(state, stages, optimizer, ps), said
+    of_optimizer = [x for x in messages if x.startswith("the optimizer")]
+    return tk.state_hash(state, stages, optimizer, ps), of_optimizer
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +247,9 @@ def test_checkpoints_of_two_layouts_differ_in_nothing_but_the_layout(visited):
 
 def test_every_optimizer_is_in_every_layout():
     names = [name for name, _ in Model().named_parameters()]
-    stepped = {row.of(name)["optimizer"] for row in running(SEVERAL).values() for name in names}
+    stepped = {
+        row.settings_of(name)["optimizer"] for row in running(SEVERAL).values() for name in names
+    }
     assert stepped | {"muon"} == {*OPTIMIZERS}  # of Muon see test_muon.py
     assert {*OPTIMIZERS} == {x.optimizer for x in ROWS.values()}
 
@@ -270,8 +270,9 @@ def cut_within_blocks(row, run):
     wide = attrs.evolve(row, options=())
     with tk.parallel_session(tp=2) as ps:
         cut = tensor_parallel({"layers.*": "replicated", "layers.*.up": "row"})
-        parts = {"weights": weights, "split": split}
-        stages = build_stages(lambda: Model().to(row.dtype), ps, [cut], **parts)
+        stages = build_stages(
+            lambda: Model().to(row.dtype), ps, [cut], weights=weights, split=split
+        )
         with pytest.raises(ValueError, match="rows of") as made:
             row.make(stages, axis=ps.pp)
         optimizer = wide.make(stages, axis=ps.pp)

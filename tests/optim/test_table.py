@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import attrs
 import pytest
@@ -311,11 +312,18 @@ def changed(before, after, tmp_path, steps=3, rules=None):
     old = started(before, steps)
     stages = [Named(old[0])]
     tk.save_checkpoint(tmp_path, TrainState(step=steps), stages, old[1], PS)
-    new, told = started(after, seed=1), []
+    new, messages = started(after, seed=1), []
     step_once(*new, 7)  # of which nothing may be left
-    how = {"rules": rules or ASKED, "log": told.append}
-    tk.resume(tmp_path, TrainState(), [Named(new[0])], new[1], PS, **how)
-    return old, new, told
+    tk.resume(
+        tmp_path,
+        TrainState(),
+        [Named(new[0])],
+        new[1],
+        PS,
+        rules=rules or ASKED,
+        log=messages.append,
+    )
+    return old, new, messages
 
 
 def test_lion_takes_over_the_moment_of_adamw(tmp_path):
@@ -466,14 +474,14 @@ def test_a_roll_back_goes_behind_a_change_of_the_optimizer(tmp_path):
 
 def test_a_precision_is_an_option_of_every_optimizer_and_moments_are_told_once():
     model = nn.ModuleDict({"up": nn.Linear(4, 4), "head": nn.Linear(4, 4)}).bfloat16()
-    asked = {"precision": Precision(storage="bf16", moments="8bit"), "lr": 0.1}
-    made = make_optimizer(
-        [model], **asked, groups={"head.*": {"optimizer": "lion", "rounding": "kahan"}}
+    make = partial(
+        make_optimizer, [model], lr=0.1, precision=Precision(storage="bf16", moments="8bit")
     )
+    made = make(groups={"head.*": {"optimizer": "lion", "rounding": "kahan"}})
     found = {(x["optimizer"], x["moments"], x["rounding"]) for x in made.param_groups}
     assert found == {("Lion", "8bit", "kahan"), ("LowPrecisionAdamW", "8bit", "stochastic")}
     with pytest.raises(ConfigError, match="muon does not support moments in 8bit"):
-        make_optimizer([model], **asked, optimizer="muon")
+        make(optimizer="muon")
     with pytest.raises(ConfigError, match="--moments"):
         OptimizerOptions(optimizer_options=("moments=bf16",))
 
@@ -494,31 +502,49 @@ def test_options_are_values_in_python_and_texts_at_a_command_line():
     assert (by_flags.options, by_flags.groups) == ({"cautious": True}, groups)
 
 
+make_bad = partial(make_optimizer, nn.Linear(2, 2), lr=0.1)
+
+
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("make", "message"),
     [
-        ({"options": ["moments=bf16"]}, r"options must be a mapping .* optim.parse_options makes"),
         (
-            {"groups": ["head.* lr_scale=1"]},
+            partial(make_bad, options=["moments=bf16"]),
+            r"options must be a mapping .* optim.parse_options makes",
+        ),
+        (
+            partial(make_bad, groups=["head.* lr_scale=1"]),
             r"groups must be a mapping .* optim.parse_groups makes",
         ),
-        ({"options": {"momentum": 0.9}}, "adamw has no option 'momentum'; it has betas="),
         (
-            {"options": {"cautious": "yes"}},
+            partial(make_bad, options={"momentum": 0.9}),
+            "adamw has no option 'momentum'; it has betas=",
+        ),
+        (
+            partial(make_bad, options={"cautious": "yes"}),
             "adamw: cautious must be of the type of False, got 'yes'",
         ),
         (
-            {"options": {"betas": 0.9}},
+            partial(make_bad, options={"betas": 0.9}),
             r"adamw: betas must be of the type of \(0.9, 0.95\), got 0.9",
         ),
-        ({"groups": {".*": {"lr_scale": "0.5"}}}, "lr_scale must be a finite number"),
-        ({"groups": {".*": {"optimizer": "lino"}}}, "there is no optimizer 'lino'"),
-        ({"groups": {"haed.*": {"lr_scale": 1.0}}}, "'haed.*' matches the name of no parameter"),
+        (
+            partial(make_bad, groups={".*": {"lr_scale": "0.5"}}),
+            "lr_scale must be a finite number",
+        ),
+        (
+            partial(make_bad, groups={".*": {"optimizer": "lino"}}),
+            "there is no optimizer 'lino'",
+        ),
+        (
+            partial(make_bad, groups={"haed.*": {"lr_scale": 1.0}}),
+            "'haed.*' matches the name of no parameter",
+        ),
     ],
 )
-def test_what_is_no_option_is_refused(asked, message):
+def test_what_is_no_option_is_refused(make, message):
     with pytest.raises(ConfigError, match=message):
-        make_optimizer([nn.Linear(2, 2)], lr=0.1, **asked)
+        make()
 
 
 def test_an_expression_that_is_given_twice_is_refused():

@@ -46,7 +46,7 @@ from trainkit.tools.testing.builtin import (
 )
 from trainkit.tools.testing.cases import LayoutCase
 from trainkit.tools.testing.certificate import TIERS, format_text
-from trainkit.tools.testing.deal import deal_batch
+from trainkit.tools.testing.distribute_batch import distribute_batch
 from trainkit.tools.testing.train import certificate_weights
 from trainkit.types import Axis, ConfigError, Layout, Share
 
@@ -70,15 +70,15 @@ def test_documents_that_ranks_would_share_are_not_balanced_apart(axis, transform
 
 
 @pytest.mark.parametrize(
-    ("model", "ep", "said"),
+    ("model", "ep", "message"),
     [
         (partial(nn.Linear, 1, 1), 2, "ep = 2, and Linear has no layer of experts"),
         (partial(Decoder, CONFIG), 3, "8 experts of layers.1.mlp do not divide by ep = 3"),
     ],
 )
-def test_what_cannot_be_dealt_is_refused(model, ep, said):
+def test_experts_that_cannot_be_sharded_are_refused(model, ep, message):
     ps = attrs.evolve(solo_parallel(), ep=Axis("ep", Share(0, ep)))
-    with torch.device("meta"), pytest.raises(ConfigError, match=said):
+    with torch.device("meta"), pytest.raises(ConfigError, match=message):
         expert_parallel()(model(), ps)
 
 
@@ -116,7 +116,7 @@ def stage_of(ps, *plan, config=CONFIG, **options):
 def gradients(ps, *plan, batch=None, **options):
     """Return the gradients of one step, whole, by name."""
     (model,) = stages = stage_of(ps, *plan, **options)
-    batches = deal_batch(batch or decoder_batch(0), ps.data_shard)
+    batches = distribute_batch(batch or decoder_batch(0), ps.data_shard)
     run = tk.make_forward_backward(stages, add_router_losses(next_token), call=call_routed)
     run(batches, denominator={"loss": torch.tensor(100)})
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -156,11 +156,11 @@ def exchanges():
             mode: [expert_parallel(), recompute(mode)] for mode in ("none", "full", "selective")
         }
 
-        def beside(p):
+        def with_adapters(p):
             return lora(Lora(r".*\.experts\.\w+", rank=2, dropout=p), trained="embedding")
 
-        plans |= {f"{x}, dropout": [beside(0.1), *plans[x]] for x in ("full", "selective")}
-        plans["adapters"] = [beside(0.0), *plans["none"]]
+        plans |= {f"{x}, dropout": [with_adapters(0.1), *plans[x]] for x in ("full", "selective")}
+        plans["adapters"] = [with_adapters(0.0), *plans["none"]]
         count = {}
         for mode, plan in plans.items():
             rows = count_collectives(partial(gradients, ps, *plan), ps).rows
@@ -267,7 +267,7 @@ def sums_of(batch, layout, *, config=QUIET, balance="batch", rows=1):
         )
         loads = torch.arange(len(config.expert_layers) * 8).view(-1, 8)
         tk.models.update_routers_(stages, loads, rate=0.05)
-        batches = deal_batch(batch, ps.data_shard, rows_per_microbatch=rows)
+        batches = distribute_batch(batch, ps.data_shard, rows_per_microbatch=rows)
         trained = tk.all_sum(tk.count_valid_tokens(batches), ps.loss)
         seen = tk.all_sum(tk.count_tokens(batches), ps.loss)
         run = tk.make_forward_backward(stages, expert_loss, call=call_routed)
@@ -356,7 +356,7 @@ def test_choices_that_come_with_a_batch_are_shared_out_as_its_tokens_are():
 def own_gradients(ps, stages, step=0, reduce="last"):
     """Return this rank's gradients of one batch, with the noise of a step."""
     key = {"noise_key": decoder_batch(step).extra["noise_key"]}
-    (batch,) = deal_batch(attrs.evolve(decoder_batch(0), extra=key), ps.data_shard)
+    (batch,) = distribute_batch(attrs.evolve(decoder_batch(0), extra=key), ps.data_shard)
     batches = split_batch(batch, 1)
     run = tk.make_forward_backward(
         stages, add_router_losses(next_token), call=call_routed, reduce=reduce
@@ -373,11 +373,11 @@ def rounded_gradients():
         still = attrs.evolve(CONFIG, experts=attrs.evolve(EXPERTS, jitter=0.0))
         plain = stage_of(ps, expert_parallel(), config=still)
         rounding = stage_of(ps, expert_parallel(), config=still, expert_wire_dtype=torch.bfloat16)
-        told = []
+        sent_bytes = []
         for stages in (plain, rounding):
             rows = count_collectives(partial(own_gradients, ps, stages), ps).rows
             own = {row.kind: row.bytes for row in rows if row.axis == "expert_fsdp"}
-            told.append([own.get(kind, 0) for kind in ("reduce_scatter", "all_to_all")])
+            sent_bytes.append([own.get(kind, 0) for kind in ("reduce_scatter", "all_to_all")])
             stages[0].zero_grad()
         wanted = own_gradients(ps, plain)
         found = [own_gradients(ps, rounding, step) for step in (*range(8), 0)]
@@ -392,12 +392,12 @@ def rounded_gradients():
         assert all(torch.equal(found[0][n], wanted[n]) for n in wanted if n not in experts)
         mean = {name: sum(one[name] for one in found[:8]) / 8 for name in wanted}
         same = [all(torch.equal(found[0][n], other[n]) for n in wanted) for other in found[1:]]
-        return told, [off(found[0]), off(each), off(mean)], same
+        return sent_bytes, [off(found[0]), off(each), off(mean)], same
 
 
 def test_gradients_of_experts_that_travel_in_bf16_are_right_in_the_mean():
-    for told, (once, each, mean), same in run_ranks(rounded_gradients, 4, timeout=200):
-        (scattered, none), (nothing, exchanged) = told
+    for sent_bytes, (once, each, mean), same in run_ranks(rounded_gradients, 4, timeout=200):
+        (scattered, none), (nothing, exchanged) = sent_bytes
         assert none == nothing == 0
         assert exchanged == scattered / 2 > 0
         assert 2.0**-12 < once < 2.0**-7
@@ -408,7 +408,7 @@ def test_gradients_of_experts_that_travel_in_bf16_are_right_in_the_mean():
 
 def refused_to_round():
     with tk.parallel_session(dp_shard=4, ep=2) as ps:
-        told = []
+        messages = []
         low = [expert_parallel(), mixed_precision(torch.bfloat16)]
         gradients_without_key = partial(
             gradients,
@@ -422,12 +422,12 @@ def refused_to_round():
         ):
             with pytest.raises(ValueError, match="expert_wire_dtype") as caught:
                 run()
-            told.append(str(caught.value))
+            messages.append(str(caught.value))
         (model,) = stage_of(ps, expert_parallel(), expert_wire_dtype=torch.bfloat16)
-        (batch,) = deal_batch(decoder_batch(0), ps.data_shard)
+        (batch,) = distribute_batch(decoder_batch(0), ps.data_shard)
         with pytest.raises(RuntimeError, match="expert_wire_dtype") as caught:
             call_routed(model, batch).output.sum().backward()
-        return [*told, str(caught.value)]
+        return [*messages, str(caught.value)]
 
 
 def test_gradients_that_cannot_be_rounded_are_refused():
@@ -460,8 +460,8 @@ def not_summed_over_replicas(module, _ps):
     run = Reduction._run_post_backward
 
     def without(reduction, unit, *, now, last):
-        dealt = "expert_fsdp" in unit.mesh_info.mesh.mesh_dim_names
-        return run(reduction, unit, now=now, last=last and not dealt)
+        is_expert = "expert_fsdp" in unit.mesh_info.mesh.mesh_dim_names
+        return run(reduction, unit, now=now, last=last and not is_expert)
 
     PATCH.setattr(Reduction, "_run_post_backward", without)
     return module

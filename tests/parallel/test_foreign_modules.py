@@ -339,7 +339,7 @@ class Choosing(nn.Module):
 
 
 def choose_apart(blocks):
-    """Take a step in which rank r chooses module r; return what is said, or the gradients."""
+    """Take a step in which rank r chooses module r; return the message, or the gradients."""
     torch.manual_seed(0)
     made = Choosing().double()
     with tk.parallel_session() as ps:
@@ -400,7 +400,7 @@ def test_modules_that_ranks_choose_are_right_inside_of_one_unit():
 
 
 class Scaled(nn.Module):
-    """A block beside a parameter that the model itself holds."""
+    """A block, and a parameter that the model itself holds."""
 
     def __init__(self, block):
         super().__init__()
@@ -558,10 +558,10 @@ def train_cut(schedule):
 
 
 def train_and_refuse():
-    """Train own stages by two schedules, and give what is said to stages that are none."""
+    """Train own stages by two schedules, and return the messages for stages that are none."""
     schedules = ["interleaved_1f1b", *(["zero_bubble_v"] if passes_to_itself() else [])]
     found = [train_cut(name) for name in schedules]
-    said = []
+    messages = []
     with tk.parallel_session(pp=2) as ps:
         place = partial(tk.parallel.make_stages, ps=ps, schedule="interleaved_1f1b")
         first, second = Cut([0]), Cut([ps.pp.index + 1])
@@ -576,12 +576,12 @@ def train_and_refuse():
         ):
             with pytest.raises(ConfigError) as raised:
                 place_wrongly()
-            said.append(str(raised.value))
-    return found, said
+            messages.append(str(raised.value))
+    return found, messages
 
 
 def test_stages_that_somebody_has_cut_train_as_the_whole_model():
-    found, (said, _) = zip(*run_ranks(train_and_refuse, 2), strict=True)
+    found, (messages, _) = zip(*run_ranks(train_and_refuse, 2), strict=True)
     (alone,) = run_ranks(train_cut, 1, "1f1b")
     for ranks in zip(*found, strict=True):
         held = {name: values for rank in ranks for name, values in rank.items()}
@@ -590,7 +590,7 @@ def test_stages_that_somebody_has_cut_train_as_the_whole_model():
             whole = np.asarray(alone[name.removesuffix(" (copy)")])
             assert abs(np.asarray(values) - whole).max() < 1e-12 * abs(whole).max(), name
     for error, words in zip(
-        said,
+        messages,
         (
             r"stages 0 and 1 both have a parameter 'blocks.0.weight'; .* list it in `tied`",
             "'embedding.weight' is in `tied`, .* it is in none",

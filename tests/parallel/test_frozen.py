@@ -1,4 +1,4 @@
-"""A frozen model beside the one that is trained: what it makes of a batch goes into the batch."""
+"""A second, frozen model: its outputs become columns of the batch."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Every form of data parallelism gives the numbers of one process, whatever FSDP2 is asked for."""
+"""Every form of data parallelism gives the numbers of one process, with every option of FSDP2."""
 
 import functools
 from functools import partial
@@ -174,7 +174,7 @@ def test_blocks_are_offloaded_and_freed_as_was_asked():
 
 
 def what_is_gathered(choices):
-    """Return for each choice what all-gathers had been asked for when each block began.
+    """Return for each choice the all-gathers that had started when each block did.
 
     In forward and in backward, and which of the ends were whole then; with the collectives.
     """

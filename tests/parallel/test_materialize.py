@@ -114,14 +114,14 @@ def test_values_that_a_module_does_not_have_are_refused_by_name():
 
 
 def zeros_of_parts():
-    """Return the zeros like a sharded tensor, and whether DTensor was asked for them."""
+    """Return the zeros like a sharded tensor, and whether DTensor made them."""
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    asked = []
+    used_dtensor = []
 
     class Asked(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            asked.append(isinstance(args[0], DTensor))
+            used_dtensor.append(isinstance(args[0], DTensor))
             return func(*args, **(kwargs or {}))
 
     with tk.parallel_session(tp=2) as ps:
@@ -129,7 +129,7 @@ def zeros_of_parts():
         with torch.no_grad(), PlacedAlike(), Asked():
             made = torch.zeros_like(whole)
         same = made.placements == whole.placements and made.stride() == whole.stride()
-        return same, made.full_tensor().tolist(), any(asked)
+        return same, made.full_tensor().tolist(), any(used_dtensor)
 
 
 def test_what_is_placed_alike_is_made_from_the_local_part():

@@ -79,7 +79,7 @@ def same(these, those):
     return all(map(torch.equal, these, those))
 
 
-def kept(plan):
+def saved_bytes(plan):
     """Return the bytes that torch's memory holds for backward, parameters left out."""
     (model,) = built(plan)
     batch = make_padding_batch(2, 16)
@@ -95,13 +95,13 @@ def kept(plan):
 
 
 def test_no_more_than_the_budget_is_held_and_what_goes_went_first():
-    whole, budget = kept([])[0], 100_000
+    whole, budget = saved_bytes([])[0], 100_000
     store = Elsewhere()
-    held, output = kept([offload_activations(budget=budget, smallest=0, store=store)])
-    outside, _ = kept([offload_activations(budget=10**9, smallest=0)])
+    held, output = saved_bytes([offload_activations(budget=budget, smallest=0, store=store)])
+    outside, _ = saved_bytes([offload_activations(budget=10**9, smallest=0)])
     assert whole == outside
     assert whole - held == sum(store.sizes)
-    none = kept([offload_activations(budget=0, smallest=0, store=Elsewhere())])[0]
+    none = saved_bytes([offload_activations(budget=0, smallest=0, store=Elsewhere())])[0]
     assert held - none <= budget < held - none + max(store.sizes)
     del output
 
@@ -123,17 +123,19 @@ def test_backward_fetches_ahead_what_it_asks_for_next():
     """In the reverse order of saving, and before it asks, as far as the budget has room."""
     blocks = nn.ModuleDict({"layers": nn.Sequential(*(Square() for _ in range(8)))})
     store = Elsewhere()
-    asked = []
+    requests = []
     offload_activations(budget=3 * 1024, smallest=0, store=store)(blocks, tk.solo_parallel())
     x = torch.full((256,), 1.01, requires_grad=True)
     y = blocks["layers"](x)
     for number, block in enumerate(blocks["layers"]):
-        block.node.register_prehook(lambda _, number=number: asked.append((number, len(store.log))))
+        block.node.register_prehook(
+            lambda _, number=number: requests.append((number, len(store.log)))
+        )
     assert store.log == [("store", number) for number in range(5)]
     y.sum().backward()
     assert store.log[5:] == [("fetch", number) for number in (4, 3, 2, 1, 0)]
-    fetched_by = {number: len(store.log[:at]) - 5 for number, at in asked}
-    assert [number for number, _ in asked] == [*range(7, -1, -1)]
+    fetched_by = {number: len(store.log[:at]) - 5 for number, at in requests}
+    assert [number for number, _ in requests] == [*range(7, -1, -1)]
     # Before the node of block 4 runs, 4 is here already; 3 and 2 come while it is at work.
     assert all(fetched_by[number] >= 5 - number for number in range(5))
 
@@ -225,11 +227,11 @@ def test_small_ones_and_parameters_stay():
     assert not store.sizes
     (model,) = built([offload_activations(budget=0, smallest=0, store=store)])
     batch = make_padding_batch(2, 7)  # no activation is as large as a weight
-    asked = []
-    model.layers["0"].buffers = lambda: asked.append(None) or iter(())
+    requests = []
+    model.layers["0"].buffers = lambda: requests.append(None) or iter(())
     tk.call_model(model, batch)
     assert store.sizes
-    assert len(asked) == 1  # what its weights are, and not for each saved tensor
+    assert len(requests) == 1  # what its weights are, and not for each saved tensor
     assert not {p.nbytes for p in model.layers.parameters() if p.ndim > 1} & {*store.sizes}
 
 

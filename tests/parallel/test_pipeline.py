@@ -193,14 +193,14 @@ def of_lengths(layout, lengths, counts):
             return next_token_linear(output, batch)
 
         run = tk.make_forward_backward(stages, loss, call=counting)
-        told, sums = [], []
+        call_counts, sums = [], []
         for length, count in zip(lengths, counts, strict=True):
             calls.clear()
             step = run(microbatches(length, count), denominator=torch.tensor(7))
             sums.append((step["loss"].item(), str(step["loss"].dtype)))
-            told.append((calls.count("stage"), calls.count("loss")))
+            call_counts.append((calls.count("stage"), calls.count("loss")))
         norm = tk.grad_norm(tk.get_parameters(stages), axis=ps.pp)
-        return sums, told, gradients(stages), float(norm)
+        return sums, call_counts, gradients(stages), float(norm)
 
 
 def buffers_that_may_be_reused(schedules):
@@ -267,12 +267,12 @@ def test_steps_may_differ_in_length_and_number_and_nothing_is_computed_twice():
     for schedule, found in zip(
         schedules, zip(*run_ranks(of_schedules, 2, schedules), strict=True), strict=True
     ):
-        for rank, (sums, told, grads, own_norm) in enumerate(found):
+        for rank, (sums, call_counts, grads, own_norm) in enumerate(found):
             assert sums == [(pytest.approx(a, rel=1e-13), b) for a, b in wanted]
             assert own_norm == pytest.approx(norm, rel=1e-13)
             stages = 1 if schedule == "1f1b" else 2
             last = 0 if schedule in V else 1
-            assert told == [(stages * n, n if rank == last else 0) for n in COUNTS]
+            assert call_counts == [(stages * n, n if rank == last else 0) for n in COUNTS]
             for name, grad in grads.items():
                 b = whole[name.removesuffix(" (copy)")]
                 assert np.abs(grad - b).max() <= 1e-12 * np.abs(b).max(), (schedule, name)
@@ -346,7 +346,7 @@ def two_rank_refusals():
         stages, _ = build(two(), ps)
         looped, _ = build(two(schedule="interleaved_1f1b"), ps)
         run = bound(stages)
-        told = {
+        messages = {
             "none": refusal(run, [], denominator=one),
             "shapes": refusal(run, [batch_of(8, 0), batch_of(9, 1)], denominator=one),
             "few": refusal(run, microbatches(8, 1), denominator=one),
@@ -360,43 +360,43 @@ def two_rank_refusals():
         }
         twice = "interleaved_zero_bubble"
         selective, _ = build(two(schedule=twice, recompute="selective"), ps)
-        told["selective"] = refusal(bound, selective)
+        messages["selective"] = refusal(bound, selective)
         fitting.passes_to_itself = lambda: False
-        told["V"] = refusal(build, two(schedule="zero_bubble_v"), ps)
-        return told
+        messages["V"] = refusal(build, two(schedule="zero_bubble_v"), ps)
+        return messages
 
 
 def test_what_a_pipeline_cannot_run_is_refused_before_it_communicates():
-    for told in run_ranks(two_rank_refusals, 2):
-        assert "must be a sequence of batches, got no batch" in told["none"]
-        assert "shape (1, 9, 16), microbatch 0 of (1, 8, 16)" in told["shapes"]
-        assert "1 microbatches in a step, the schedule 1f1b needs at least 2" in told["few"]
-        assert "5 microbatches" in told["rounds"]
-        assert "a multiple of 2" in told["rounds"]
-        assert "declares the terms ['loss', 'other'], but returns ['loss']" in told["terms"]
-        assert "has them on (0, 1, 1, 0)" in told["placement"]
-        assert "dual_pipe_v has 2 stage(s) on each rank, got 1" in told["per rank"]
-        assert "are not the stages of rank" in told["reversed"]
-        assert "Linear has no method boundary(batch)" in told["boundary"]
-        assert "1 layers are too few for 2 stages" in told["deep"]
-        assert "which selective recomputation does not allow" in told["selective"]
-        assert "no connection from a rank to itself; take schedule = " in told["V"]
+    for messages in run_ranks(two_rank_refusals, 2):
+        assert "must be a sequence of batches, got no batch" in messages["none"]
+        assert "shape (1, 9, 16), microbatch 0 of (1, 8, 16)" in messages["shapes"]
+        assert "1 microbatches in a step, the schedule 1f1b needs at least 2" in messages["few"]
+        assert "5 microbatches" in messages["rounds"]
+        assert "a multiple of 2" in messages["rounds"]
+        assert "declares the terms ['loss', 'other'], but returns ['loss']" in messages["terms"]
+        assert "has them on (0, 1, 1, 0)" in messages["placement"]
+        assert "dual_pipe_v has 2 stage(s) on each rank, got 1" in messages["per rank"]
+        assert "are not the stages of rank" in messages["reversed"]
+        assert "Linear has no method boundary(batch)" in messages["boundary"]
+        assert "1 layers are too few for 2 stages" in messages["deep"]
+        assert "which selective recomputation does not allow" in messages["selective"]
+        assert "no connection from a rank to itself; take schedule = " in messages["V"]
 
 
 def four_rank_refusals():
-    told = {}
+    messages = {}
     with tk.parallel_session(pp=2) as ps:
         for name in ["interleaved_zero_bubble", *(V if runs_v() else ())]:
             stages, _ = build(four(schedule=name), ps)
-            told[name] = refusal(bound, stages)
+            messages[name] = refusal(bound, stages)
         stages, _ = build(four(schedule="interleaved_zero_bubble", reshard=False), ps)
-        told["each"] = refusal(bound, stages, reduce="each")
+        messages["each"] = refusal(bound, stages, reduce="each")
         stages, _ = build(four(), ps)
         for module in stages[0].modules():
             if hasattr(module, "set_gradient_divide_factor"):
                 module.set_gradient_divide_factor(2.0)
-        told["averages"] = refusal(bound, stages)
-        return told, bf16_loss(ps), norm_of_two_lengths(ps)
+        messages["averages"] = refusal(bound, stages)
+        return messages, bf16_loss(ps), norm_of_two_lengths(ps)
 
 
 def norm_of_two_lengths(ps):
@@ -431,12 +431,12 @@ def bf16_loss(ps):
 
 def test_fsdp_in_stages_is_refused_where_gradients_would_be_wrong_and_right_elsewhere():
     (first, _), _, _, norm = of_lengths(Layout(layers=4), [8, 5], [2, 2])
-    for told, bf16, found in run_ranks(four_rank_refusals, 4):
+    for messages, bf16, found in run_ranks(four_rank_refusals, 4):
         assert bf16 == pytest.approx(first[0], rel=1e-2)
         assert found == pytest.approx(2 * norm, rel=1e-12)  # torch would clear the first step's
-        assert "can only be reduced once a step" in told.pop("each")
-        assert "averages gradients" in told.pop("averages")
-        for name, message in told.items():
+        assert "can only be reduced once a step" in messages.pop("each")
+        assert "averages gradients" in messages.pop("averages")
+        for name, message in messages.items():
             assert f"schedule = {name!r} splits the backward pass" in message
             assert "on these 2 ranks; set reshard_after_forward to False" in message
 
@@ -474,7 +474,7 @@ def written(stages):
 
 
 def evaluated(layout, counts, dp_replicate=1):
-    """Evaluate batches dealt to data ranks, then train, generate, and evaluate again."""
+    """Evaluate batches sharded over data ranks, then train, generate, and evaluate again."""
     with tk.parallel_session(pp=layout.pp, dp_replicate=dp_replicate, tp=layout.tp) as ps:
         stages, optimizer = build(layout, ps)
         start = sum(counts[: ps.dp.index])

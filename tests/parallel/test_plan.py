@@ -17,7 +17,7 @@ def test_it_has_every_kind_in_order_and_takes_care_of_every_axis():
     plan = make_decoder_plan(
         Layout(), recompute="full", offload=0, compiled=True, attention=["sdpa"]
     )
-    others = {*OF_THE_WHOLE, "ddp"}  # the latter beside FSDP or in its place, by hand
+    others = {*OF_THE_WHOLE, "ddp"}  # users add ddp to FSDP, or use it instead
     assert [step.kind for step in plan] == [kind for kind in ORDER if kind not in others]
     covered = {axis for step in plan for axis in step.axes}
     assert covered == {*Layout().degrees} - {"pp"}  # which build_stages takes care of

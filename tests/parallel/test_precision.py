@@ -122,7 +122,7 @@ def in_the_four_dtypes():
     """Return dtypes, and what gradients become, where each of the four is bf16."""
     plan = functools.partial(make_decoder_plan, tk.Layout())
     found = {}
-    for name, layout, asked in (
+    for name, layout, precision in (
         ("sums", tk.Layout(dp_shard=2), tk.Precision(compute="fp32", reduction="bf16")),
         ("fp32", tk.Layout(dp_shard=2), tk.Precision(compute="fp32")),
         ("others", tk.Layout(dp_shard=1, tp=2), tk.Precision(compute="fp32", reduction="bf16")),
@@ -130,7 +130,7 @@ def in_the_four_dtypes():
         ("kept", tk.Layout(dp_shard=1, pp=2), KEPT),
         ("kept, split", tk.Layout(dp_shard=1, tp=2), KEPT),
     ):
-        found[name] = gradients(layout, plan=plan(precision=asked), whole_plan=True)
+        found[name] = gradients(layout, plan=plan(precision=precision), whole_plan=True)
     return found
 
 
@@ -138,8 +138,8 @@ def test_parameters_and_sums_are_in_what_they_are_asked_to_be():
     first, second = run_ranks(in_the_four_dtypes, 2)
     exact, kinds = first["fp32"][1], {name: found[2] for name, found in first.items()}
     assert kinds["sums"] == kinds["fp32"] == (torch.float32, torch.float32)
-    kept = {kinds["kept, sharded"], kinds["kept"], kinds["kept, split"]}
-    assert kept == {(BF16, torch.float32)}  # all sums are
+    kept_kinds = {kinds["kept, sharded"], kinds["kept"], kinds["kept, split"]}
+    assert kept_kinds == {(BF16, torch.float32)}  # all sums are
     assert 1e-4 < farthest(first["sums"][1], exact) < 1e-2
     assert all(torch.equal(g, g.to(BF16).float()) for g in first["sums"][1].values())
     assert farthest(first["others"][1], exact) < 1e-5  # what is no sum of FSDP's is in fp32

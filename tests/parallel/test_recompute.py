@@ -150,7 +150,7 @@ def test_attention_in_a_window_is_kept_as_well():
     assert twice == once > CONFIG.layers  # a call for the first queries, and one for the others
 
 
-def kept(mode, config=CONFIG):
+def saved_bytes(mode, config=CONFIG):
     """Return the bytes that the blocks hold for backward after the second forward pass."""
     model = built(mode, config)
     run = blocks_of(model)
@@ -169,24 +169,24 @@ def kept(mode, config=CONFIG):
 
 
 def test_what_is_kept_by_cost_fits_and_more_would_not():
-    whole, least, most = kept("none"), kept("full"), kept("selective")
+    whole, least, most = saved_bytes("none"), saved_bytes("full"), saved_bytes("selective")
     largest = TOKENS * CONFIG.mlp_width * 4 * CONFIG.layers
     for budget in ("0.25", "0.5", "0.7"):
         room = float(budget) * whole
-        held = kept(budget)
+        held = saved_bytes(budget)
         assert held <= room
         assert held > min(room, most) - largest, budget
-    assert kept("0.01") == least
-    assert kept("0.99") == most < 0.6 * whole
+    assert saved_bytes("0.01") == least
+    assert saved_bytes("0.99") == most < 0.6 * whole
 
 
 def test_selective_keeps_no_result_that_a_sum_alone_takes():
     """Nor does it compute it again; a norm behind the MLP asks for it."""
     result = TOKENS * CONFIG.width * 4 * CONFIG.layers
-    modes = {mode: kept(mode) for mode in ("selective", "attention+exchanges+products")}
+    modes = {mode: saved_bytes(mode) for mode in ("selective", "attention+exchanges+products")}
     assert len({*modes.values()}) == 1
     normed = attrs.evolve(CONFIG, norms=Norms(place="around"))
-    assert kept("selective", normed) >= kept("selective") + result
+    assert saved_bytes("selective", normed) >= saved_bytes("selective") + result
 
 
 class Wide(nn.Module):
@@ -201,11 +201,13 @@ class Wide(nn.Module):
 
 
 # In numbers for each row: the input 4, up and its square 64 each, down 4.
-@pytest.mark.parametrize(("budget", "kept"), [(0.05, []), (0.5, [1]), (0.52, [1]), (0.6, [0, 1])])
-def test_the_dearest_for_its_bytes_is_kept_first(budget, kept):
+@pytest.mark.parametrize(
+    ("budget", "expected"), [(0.05, []), (0.5, [1]), (0.52, [1]), (0.6, [0, 1])]
+)
+def test_the_most_expensive_for_its_bytes_is_saved_first(budget, expected):
     x, groups = torch.ones(8, 4, requires_grad=True), groups_of(torch.device("cpu"))
     keeps = choose(Wide.forward, Wide(), ([x], {}), groups=groups, budget=budget)
-    assert [number for number in range(3) if keeps("products", number)] == kept
+    assert [number for number in range(3) if keeps("products", number)] == expected
 
 
 def test_by_cost_nothing_is_kept_for_which_nobody_asks():

@@ -204,15 +204,15 @@ def test_a_rank_that_holds_both_ends_has_the_tied_embedding_twice():
 
 
 def test_nothing_but_the_own_stages_is_filled():
-    asked = []
+    read_names = []
 
     def weights(name, shape, _):
-        asked.append(name)
+        read_names.append(name)
         return torch.zeros(tuple(shape))
 
     (stage,), _ = of_rank(1, 4, weights=weights)
-    assert set(asked) == {name for name, _ in stage.named_parameters()}
-    assert all(name.startswith("layers.1.") for name in asked)
+    assert set(read_names) == {name for name, _ in stage.named_parameters()}
+    assert all(name.startswith("layers.1.") for name in read_names)
 
 
 class Sum(nn.Module):

@@ -183,28 +183,28 @@ def kept_by(model, batch):
 
 def test_selective_recomputation_keeps_no_scores_of_attention_that_is_written_out():
     capped, batch = attrs.evolve(CONFIG, score_softcap=2.0), tk.batch.make_padding_batch(1, 52)
-    kept = {}
+    saved = {}
     for mode in ("none", "selective"):
         plan, weights = [recompute(mode, preserve_rng_state=False)], init_weights(capped, seed=0)
         (model,) = tk.build_stages(
             lambda: Decoder(capped), tk.solo_parallel(), plan, weights=weights
         )
-        kept[mode] = kept_by(model, batch)
+        saved[mode] = kept_by(model, batch)
     scores = capped.heads * 52 * 52 * 4
-    assert scores not in kept["selective"]
-    assert sum(kept["selective"]) < sum(kept["none"])
+    assert scores not in saved["selective"]
+    assert sum(saved["selective"]) < sum(saved["none"])
 
 
 def test_selective_recomputation_keeps_no_sum_of_which_dora_takes_the_lengths():
-    kept = []
+    saved = []
     for dora in (False, True):
         add = adapters.lora(adapters.Lora(r"layers\.0\.mlp\.up", dora=dora))
         plan, weights = [add, recompute("selective")], init_weights(CONFIG, seed=0)
         (model,) = tk.build_stages(
             lambda: Decoder(CONFIG), tk.solo_parallel(), plan, weights=weights
         )
-        kept.append(sum(kept_by(model, tk.batch.make_padding_batch(1, 4))))
-    assert kept[1] - kept[0] < model.layers["0"].mlp.up.weight.nbytes
+        saved.append(sum(kept_by(model, tk.batch.make_padding_batch(1, 4))))
+    assert saved[1] - saved[0] < model.layers["0"].mlp.up.weight.nbytes
 
 
 def test_the_kernel_for_packed_documents_is_kept_on_cuda():

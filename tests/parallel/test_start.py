@@ -43,8 +43,8 @@ def test_a_model_is_counted_with_what_is_frozen_and_ties_count_once():
 def test_matrices_in_few_bits_are_told_in_bytes():
     model = nn.ModuleDict({"up": nn.Linear(128, 2), "down": nn.Linear(2, 3)})
     quantized("nf4", modules="up")(model, solo_parallel())
-    told = lines_of(model)[0]  # of the matrix 2 rows of 64 bytes and of 2 + 8 for scales
-    assert told.startswith("11 parameters, all trained, and 148 bytes of quantized matrices, in")
+    text = lines_of(model)[0]  # of the matrix 2 rows of 64 bytes and of 2 + 8 for scales
+    assert text.startswith("11 parameters, all trained, and 148 bytes of quantized matrices, in")
 
 
 def test_a_tied_copy_of_a_pipeline_is_not_counted():
@@ -54,8 +54,8 @@ def test_a_tied_copy_of_a_pipeline_is_not_counted():
 
 
 def test_the_rows_say_how_long_an_epoch_is():
-    told = "5 rows of 8 tokens, 82.5 % full; 2 rows a step (16 tokens): 2.5 steps an epoch"
-    assert lines_of(nn.Linear(1, 1))[1] == told
+    text = "5 rows of 8 tokens, 82.5 % full; 2 rows a step (16 tokens): 2.5 steps an epoch"
+    assert lines_of(nn.Linear(1, 1))[1] == text
 
 
 def test_the_layout_is_its_degrees_above_one():
@@ -64,8 +64,8 @@ def test_the_layout_is_its_degrees_above_one():
         name: attrs.evolve(getattr(ps, name), share=attrs.evolve(ps.tp.share, count=count))
         for name, count in {"world": 8, "dp_shard": 4, "tp": 2}.items()
     }
-    told = lines_of(nn.Linear(1, 1), ps=attrs.evolve(ps, **axes))[0]
-    assert told.endswith("on cpu, 8 ranks: dp_shard 4 x tp 2")
+    text = lines_of(nn.Linear(1, 1), ps=attrs.evolve(ps, **axes))[0]
+    assert text.endswith("on cpu, 8 ranks: dp_shard 4 x tp 2")
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_the_layout_is_its_degrees_above_one():
 )
 def test_what_is_cut_or_dropped_is_a_warning_with_its_share(counts, share):
     cut, dropped, total = counts
-    told = format_overlong_warning(
+    text = format_overlong_warning(
         total, capacity=2048, truncated=cut, dropped=dropped, what="chats"
     )
-    assert told.startswith(f"warning: {cut + dropped} of {total:,} chats are longer than 2,048 tok")
-    assert told.endswith(f": {share} ({cut} cut, {dropped} dropped)")
+    assert text.startswith(f"warning: {cut + dropped} of {total:,} chats are longer than 2,048 tok")
+    assert text.endswith(f": {share} ({cut} cut, {dropped} dropped)")
     assert format_overlong_warning(total, capacity=2048) == ""

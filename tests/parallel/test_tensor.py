@@ -121,7 +121,7 @@ def gradients(styles, *, calls=1, mistake=None, head="hidden", loss=next_token_l
 
 def gathered_without_a_sum():
     own = attrs.evolve(
-        STYLES["gather"], enter=lambda x, axis: all_gather_replicated(x, axis, dim=1)
+        STYLES["gather"], on_input=lambda x, axis: all_gather_replicated(x, axis, dim=1)
     )
     return DECODER_STYLES | {"layers.*.mlp": own}
 

@@ -207,6 +207,8 @@ def _reject_backend(inputs: _Inputs, name: str, *backends: str) -> str:
     """Return why one kernel of torch's `scaled_dot_product_attention` does not take the inputs."""
     if inputs.device.type != "cuda":
         return "it runs only on CUDA"
+    # torch decides by a call's tensors, so it is asked about a short one. Its last argument is
+    # whether key heads are grouped.
     query = inputs.make_query()
     mask = None if inputs.window is None else query.new_zeros(16, 16)
     is_taken = getattr(torch.backends.cuda, f"can_use_{name}_attention")

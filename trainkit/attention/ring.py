@@ -84,19 +84,6 @@ def _attend(
     kernel: BlockKernel | None,
 ) -> Tensor:
     q, k, v, scale = check_inputs(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap)
-    _check_lengths(spans, axis)
-    if window is not None and window >= spans.max_length * axis.count:
-        window = None
-    q_, k_, v_ = (x.flatten(0, 1) for x in (q, k, v))
-    views = _make_views(spans, axis, scale=scale, window=window, softcap=softcap)
-    kernel = choose_block_kernel(wider(q_, v_)) if kernel is None else kernel
-    if kernel.plain_only and not views[0].block.plain:
-        kernel = matmul
-    setup = _Setup(axis=axis, kernel=kernel, views=views)
-    return _Ring.apply(q_, k_, v_, setup).unflatten(0, q.shape[:2])
-
-
-def _check_lengths(spans: Spans, axis: Axis) -> None:
     multiple = 2 * axis.count
     odd = np.flatnonzero(spans.lengths % 2)
     if len(odd):
@@ -106,6 +93,15 @@ def _check_lengths(spans: Spans, axis: Axis) -> None:
             f"divide by {multiple} (2 chunks for each of {axis.count} ranks); pack with "
             f"multiple_of={multiple} and rows of a multiple of {multiple} tokens"
         )
+    if window is not None and window >= spans.max_length * axis.count:
+        window = None
+    q_, k_, v_ = (x.flatten(0, 1) for x in (q, k, v))
+    views = _make_views(spans, axis, scale=scale, window=window, softcap=softcap)
+    kernel = choose_block_kernel(wider(q_, v_)) if kernel is None else kernel
+    if kernel.plain_only and not views[0].block.plain:
+        kernel = matmul
+    setup = _Setup(axis=axis, kernel=kernel, views=views)
+    return _Ring.apply(q_, k_, v_, setup).unflatten(0, q.shape[:2])
 
 
 # ------------------------------------------------------------------------------------------- views

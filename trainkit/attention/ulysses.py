@@ -75,6 +75,7 @@ def _attend(
     )
     _check_heads(q, k, axis)
     if k.shape[2] < axis.count:
+        # A rank's query heads all belong to one key head then, which is its only one.
         copies = axis.count // k.shape[2]
         k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
     # One message: for each rank its heads of q, of k and of v.

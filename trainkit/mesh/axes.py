@@ -220,6 +220,7 @@ def open_gloo_axis(
         return
     assert axis.group is not None
     ranks = dist.get_process_group_ranks(axis.group)
+    # torch waits for all ranks to make a group, unless those in it are to agree by themselves.
     is_subset = len(ranks) < dist.get_world_size()
     group = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=is_subset)
     assert isinstance(group, dist.ProcessGroup)

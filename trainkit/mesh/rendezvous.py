@@ -70,6 +70,7 @@ def open_world(
     """
     deadline = time.monotonic() + start_timeout.total_seconds()
     contact = _Contact()
+    # Longer than the deadline inside `_join`: it ends a wait for a store that never answers.
     patience = start_timeout.total_seconds() + SLACK + 1
     place = f"{launch.address}:{launch.port}"
     store = _run_with_timeout(
@@ -86,6 +87,8 @@ def open_world(
             want="rank 0",
             hint="another program may hold the port, or rank 0 may have been stopped",
         )
+    # torch has one timeout for opening the group and for its collectives: first the one, then the
+    # other.
     left = timedelta(seconds=max(5.0, deadline - time.monotonic()))
     try:
         dist.init_process_group(
@@ -197,6 +200,7 @@ def _run_with_timeout(
             stop_error.code = _NOTHING_LOST
             raise stop_error
         try:
+            # Short waits, so that a stop request is noticed.
             result, error = results.get(timeout=min(0.2, max(0.0, deadline - now)))
         except queue.Empty:
             check()
@@ -245,6 +249,8 @@ def _open_store(launch: Launch, deadline: float, contact: _Contact) -> dist.Stor
     until = min(deadline, time.monotonic() + _PORT_GRACE)
     while True:
         try:
+            # `wait_for_workers` would wait silently; ranks register instead. With `multi_tenant`
+            # a later session of this process uses the server that is there.
             store = dist.TCPStore(
                 launch.address,
                 launch.port,

@@ -104,6 +104,7 @@ def _format_ranks(missing: Sequence[int], world: int) -> str:
 
 
 def _open_entries(store: dist.Store) -> dist.Store:
+    # After an elastic restart the agent's store still has the entries of the attempt before.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"trainkit/rendezvous/{attempt}", store)
 
@@ -135,7 +136,22 @@ def session_name(launch: Launch, store: dist.Store, deadline: float) -> str:
         readers = verdict["registered"] - 1
         while entries.add("read", 0) < readers and time.monotonic() < read_deadline:
             time.sleep(0.02)
-    raise _make_error(verdict, launch)
+    place = f"{launch.address}:{launch.port}"
+    if "trouble" in verdict:
+        raise ConfigError(
+            f"parallel_session: {verdict['trouble']}",
+            where="RANK" if "twice" in verdict["trouble"] else "WORLD_SIZE",
+            want="ranks 0 to WORLD_SIZE - 1, each once, at one MASTER_ADDR:MASTER_PORT",
+            hint=f"check how each process was started; all of them joined at {place}",
+        )
+    raise PeerError(
+        "parallel_session: still waiting for "
+        f"{_format_ranks(verdict['missing'], launch.world)}, who did not come to {place} in time",
+        where=place,
+        got=f"{launch.world - len(verdict['missing'])} ranks",
+        want=f"{launch.world} ranks",
+        hint="check that they were started, with the same MASTER_ADDR and MASTER_PORT",
+    )
 
 
 def _wait_for_ranks(entries: dist.Store, launch: Launch, deadline: float) -> Mapping[str, Any]:
@@ -148,7 +164,7 @@ def _wait_for_ranks(entries: dist.Store, launch: Launch, deadline: float) -> Map
             return {"trouble": trouble, "registered": len(registrations)}
         missing = missing_ranks(registrations, launch.world)
         if not missing:
-            return {"name": secrets.token_hex(8)}
+            return {"name": secrets.token_hex(8)}  # a prefix in the store of each session's own
         if time.monotonic() > deadline:
             return {"missing": missing, "registered": len(registrations)}
         waits_for(_format_ranks(missing, launch.world))
@@ -178,25 +194,6 @@ def _wait_for_verdict(entries: dist.Store, launch: Launch, deadline: float) -> M
         time.sleep(pause)
         pause = min(1.5 * pause, 0.1)
     return orjson.loads(entries.get("verdict"))
-
-
-def _make_error(verdict: Mapping[str, Any], launch: Launch) -> ConfigError | PeerError:
-    place = f"{launch.address}:{launch.port}"
-    if "trouble" in verdict:
-        return ConfigError(
-            f"parallel_session: {verdict['trouble']}",
-            where="RANK" if "twice" in verdict["trouble"] else "WORLD_SIZE",
-            want="ranks 0 to WORLD_SIZE - 1, each once, at one MASTER_ADDR:MASTER_PORT",
-            hint=f"check how each process was started; all of them joined at {place}",
-        )
-    return PeerError(
-        "parallel_session: still waiting for "
-        f"{_format_ranks(verdict['missing'], launch.world)}, who did not come to {place} in time",
-        where=place,
-        got=f"{launch.world - len(verdict['missing'])} ranks",
-        want=f"{launch.world} ranks",
-        hint="check that they were started, with the same MASTER_ADDR and MASTER_PORT",
-    )
 
 
 def clear_registrations(store: dist.Store) -> None:

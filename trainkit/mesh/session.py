@@ -110,6 +110,7 @@ def parallel_session(
     device = _get_local_device(launch)
     opened = not existing and launch.world > 1
     if opened:
+        # gloo as well: ranks exchange control messages and JSON on the CPU.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         open_world(
             launch,
@@ -134,7 +135,14 @@ def parallel_session(
     else:
         _close(groups.values(), opened=opened, end=dist.destroy_process_group)
     finally:
-        _forget_meshes()
+        # DTensor's caches have meshes in their keys (torch from 2.11 on). A later mesh of the same
+        # shape equals one whose groups are closed, and torch would use these: "could not resolve
+        # the process group".
+        if "torch.distributed.tensor" in sys.modules:
+            from torch.distributed.tensor import debug  # noqa: PLC0415 (a second of import time)
+
+            clear = debug._clear_python_sharding_prop_cache  # noqa: SLF001 (no public name)
+            getattr(debug, "_clear_sharding_prop_cache", clear)()
 
 
 def _close(
@@ -154,15 +162,3 @@ def _close(
     for group in groups:
         if group is not dist.group.WORLD:
             end(group)
-
-
-def _forget_meshes() -> None:
-    """Clear DTensor's caches, whose keys contain meshes (torch from 2.11 on).
-
-    A later mesh of the same shape equals one whose groups are closed, and torch would use these:
-    "could not resolve the process group".
-    """
-    if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import debug  # noqa: PLC0415 (a second of import time)
-
-        getattr(debug, "_clear_sharding_prop_cache", debug._clear_python_sharding_prop_cache)()  # noqa: SLF001 (no public name)

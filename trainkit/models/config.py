@@ -343,6 +343,7 @@ class Experts:
 
     def __attrs_post_init__(self) -> None:
         try:
+            # `sigmoid_topk` raises the same as a ValueError; a config is the user's input.
             check_groups("Experts", self.count, self.chosen, self.groups, self.groups_chosen)
         except ValueError as error:
             raise ConfigError(str(error), where="experts", got=attrs.asdict(self)) from None
@@ -462,6 +463,7 @@ class DecoderConfig:
         self._require("kv_heads", f"a divisor of heads = {self.heads}", ok=is_divisor)
         if self.latents is not None:
             self._require("kv_heads", "heads, with latents", ok=self.kv_heads == self.heads)
+            # These describe heads that are projected directly from the residual stream.
             for field in ("head_dim", "qk_norm", "qkv_bias", "out_bias", "rotary_dim", "positions"):
                 self._require(field, "left out, with latents", ok=not getattr(self, field))
         ok = self.head_dim is None or 1 <= self.head_dim < math.inf
@@ -489,7 +491,7 @@ class DecoderConfig:
         rotary = self.rope_scaling or self.rotary_dim or (self.sliding and self.sliding.rope_theta)
         ok = self.positions is None or not rotary
         self._require("positions", "left out, where rotary positions are configured", ok=ok)
-        if isinstance(self.rope_scaling, LongRopeScaling):
+        if isinstance(self.rope_scaling, LongRopeScaling):  # the others scale any number of pairs
             pairs = self.rotary_size // 2
             ok = len(self.rope_scaling.short) == pairs
             self._require("rope_scaling", f"of {pairs} factors", ok=ok)
@@ -702,4 +704,5 @@ def idle_parameters(config: DecoderConfig) -> int:
     experts = config.experts
     if experts is None:
         return 0
+    # A SwiGLU has three matrices: gate, up and down.
     return (experts.count - experts.chosen) * 3 * config.width * experts.width

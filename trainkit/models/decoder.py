@@ -135,7 +135,13 @@ class Attention(nn.Module):
         self.wv = Linear(config.width, config.kv_heads * size, bias=config.qkv_bias)
         self.wo = Linear(config.heads * size, config.width, bias=config.out_bias)
         self.qk_norm = config.qk_norm
-        self.q_norm, self.k_norm = _make_qk_norms(config)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if config.qk_norm == "wide":
+            self.q_norm = WideNorm(config.heads * size, config.norm_eps)
+            self.k_norm = WideNorm(config.kv_heads * size, config.norm_eps)
+        elif config.qk_norm:
+            self.q_norm, self.k_norm = make_norm(config, size), make_norm(config, size)
 
     def forward(
         self,
@@ -162,16 +168,6 @@ class Attention(nn.Module):
     def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries `[B, S, H D]`, keys and values `[B, S, K D]`."""
         return self.wq(x), self.wk(x), self.wv(x)
-
-
-def _make_qk_norms(config: DecoderConfig) -> tuple[nn.Module, nn.Module]:
-    size = config.head_size
-    if config.qk_norm == "wide":
-        q_norm = WideNorm(config.heads * size, config.norm_eps)
-        return q_norm, WideNorm(config.kv_heads * size, config.norm_eps)
-    if config.qk_norm:
-        return make_norm(config, size), make_norm(config, size)
-    return nn.Identity(), nn.Identity()
 
 
 class Block(nn.Module):

@@ -161,7 +161,7 @@ def pad_vocab_size(size: int, *, multiple_of: int = 16) -> int:
         50304
     """
     check_range("pad_vocab_size", at_least=1, size=size, multiple_of=multiple_of)
-    return -(-size // multiple_of) * multiple_of
+    return -(-size // multiple_of) * multiple_of  # rounded up
 
 
 def config_from_facts(facts: Mapping[str, Any]) -> DecoderConfig:

@@ -125,7 +125,10 @@ def check_tape(
             raise ValueError(
                 f"RoutingTape: {name}: choices must be {expected}, got {x.dtype} {list(x.shape)}"
             )
-        is_valid = _are_distinct(x, is_token.flatten(), experts.count)
+        # Sorted, so that neighbors are compared instead of all pairs of a token's choices.
+        ordered = x.sort().values
+        exist = (ordered[:, 0] >= 0) & (ordered[:, -1] < experts.count)
+        is_valid = (exist & (ordered.diff() > 0).all(-1) | ~is_token.flatten()).all()
         if not can_read_values(x):
             unread.append(is_valid)
         elif not is_valid:
@@ -136,13 +139,6 @@ def check_tape(
             )
     if unread:
         torch._assert_async(torch.stack(unread).all(), f"RoutingTape: choices must be {expected}")  # noqa: SLF001 (no public name)
-
-
-def _are_distinct(choices: Tensor, is_token: Tensor, experts: int) -> Tensor:
-    """Return a 0-d bool: whether the choices of each token are distinct experts."""
-    chosen = choices.sort().values
-    exist = (chosen[:, 0] >= 0) & (chosen[:, -1] < experts)
-    return (exist & (chosen.diff() > 0).all(-1) | ~is_token).all()
 
 
 # ---------------------------------------------------------------------------------------- multiply
@@ -299,6 +295,7 @@ class Router(nn.Module):
         self, x: Tensor, is_token: Tensor | None, indices: Tensor | None
     ) -> tuple[Routing, Tensor]:
         """Map tokens `[T, D]` to their routing, and to their logits `[T, E]`."""
+        # fp32 even under autocast: in bf16 close scores are equal, and ties decide the choice.
         dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             logits = nn.functional.linear(x.to(dtype), self.weight.to(dtype))
@@ -365,34 +362,40 @@ class ExpertMlp(nn.Module):
         has_padding = not can_read_values(mask) or not bool(mask.all())
         replayed = tape.choices.get(self.name)
         routing, logits = self.router(router_input, mask if has_padding else None, replayed)
+        # Before capacity: a recomputed pass drops the same choices again, since it counts the same.
         tape.choices[self.name] = routing.indices
-        kept = routing
+        limited = routing
         if config.capacity:
-            kept = apply_capacity(routing, expert_capacity(routing.counts, config.capacity))
-        rows, counts, route = self.dispatch(tokens, kept.indices, kept.counts)
+            limited = apply_capacity(routing, expert_capacity(routing.counts, config.capacity))
+        # The tokens themselves: only the router sees the jitter.
+        rows, counts, route = self.dispatch(tokens, limited.indices, limited.counts)
         noise: tuple[Tensor, ...] = ()
         if noise_key is not None and self.experts.needs_keys():
-            keys = counters.split_keys(noise_key.flatten(), kept.indices)
+            # By token and expert: noise does not depend on which rank has the expert.
+            keys = counters.split_keys(noise_key.flatten(), limited.indices)
             noise = (self.dispatch_keys(keys, route),)
-        y = self.combine(self.experts(rows, counts, *noise), kept.weights, route).view_as(x)
+        y = self.combine(self.experts(rows, counts, *noise), limited.weights, route).view_as(x)
         if self.shared is not None:
             y = y + self.shared(x)
+        # The losses use all choices, dropped ones too: else a full expert would look balanced.
         load = self._compute_load(routing, spans)
         balance = balance_loss_sum(routing, load, experts=config.count)
-        z = (logits.logsumexp(-1).square() * mask).sum()
-        dropped = (routing.counts - kept.counts).sum().to(z.dtype)
+        z = (logits.logsumexp(-1).square() * mask).sum()  # ST-MoE's router z-loss, summed
+        dropped = (routing.counts - limited.counts).sum().to(z.dtype)
         return y, torch.cat([torch.stack([balance, z, dropped]), routing.counts.to(z.dtype)])
 
     def _compute_load(self, routing: Routing, spans: Spans) -> Tensor:
         """Return each expert's fraction of the choices over the tokens that `balance` names."""
         if self.balance == "batch":
             return self.router.load
+        # [T, E], 1 where a token chose an expert.
         chosen = torch.zeros_like(routing.shares).detach()
         chosen = torch.cat([chosen, chosen[:, :1]], -1)  # the last one for padding
         chosen = chosen.scatter_(-1, routing.indices, 1)[:, :-1]
         if self.balance == "microbatch":
             counts = routing.counts.to(chosen.dtype)
             return counts / counts.sum().clamp(min=1)
+        # One load per document, then repeated for each of its tokens.
         parts = torch.segment_reduce(chosen, "sum", offsets=spans.cu_seqlens.long())
         parts = parts / parts.sum(-1, keepdim=True).clamp(min=1)
         lengths = spans.cu_seqlens.diff()
@@ -516,6 +519,7 @@ def update_routers_(
         layer_counts = counts[layer.number]
         if isinstance(applied, bool):
             applied = torch.full((), applied, device=layer_counts.device)
+        # `where` and no `if`: `applied` may be on the device, and reading it would be a host sync.
         load = (layer_counts / layer_counts.sum().clamp(min=1)).to(router.load.dtype)
         router.load.copy_(torch.where(applied, load, router.load))
         if router.bias is not None:

@@ -41,30 +41,24 @@ def init_weights(config: DecoderConfig, *, seed: int) -> Weights:
     shapes = parameter_shapes(config)
 
     def weights(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-        _check_box(name, shape, offset, shapes)
+        if name not in shapes:
+            raise ValueError(f"init_weights: {name!r} is no parameter of this decoder")
+        full_shape = shapes[name]
+        is_inside = len(shape) == len(offset) == len(full_shape) and all(
+            start >= 0 and start + size <= full
+            for size, start, full in zip(shape, offset, full_shape, strict=True)
+        )
+        if not is_inside:
+            raise ValueError(
+                f"init_weights: the box of shape {tuple(shape)} at {tuple(offset)} is not inside "
+                f"{name}, which has shape {full_shape}"
+            )
         if name.endswith("norm.weight"):
             return torch.full(tuple(shape), 0.0 if config.norm_config.kind == "offset" else 1.0)
         if name.endswith(".bias"):
             return torch.zeros(tuple(shape))
         is_residual = name.endswith((".wo.weight", ".down.weight", ".experts.down"))
-        std = (shapes[name][-1] * (2 * config.layers if is_residual else 1)) ** -0.5
+        std = (full_shape[-1] * (2 * config.layers if is_residual else 1)) ** -0.5
         return counters.normal(make_key(seed, name), shape, offset).mul_(std)
 
     return weights
-
-
-def _check_box(
-    name: str, shape: Sequence[int], offset: Sequence[int], shapes: dict[str, tuple[int, ...]]
-) -> None:
-    if name not in shapes:
-        raise ValueError(f"init_weights: {name!r} is no parameter of this decoder")
-    full_shape = shapes[name]
-    is_inside = len(shape) == len(offset) == len(full_shape) and all(
-        start >= 0 and start + size <= full
-        for size, start, full in zip(shape, offset, full_shape, strict=True)
-    )
-    if not is_inside:
-        raise ValueError(
-            f"init_weights: the box of shape {tuple(shape)} at {tuple(offset)} is not inside "
-            f"{name}, which has shape {full_shape}"
-        )

@@ -130,6 +130,7 @@ def sigmoid_topk(
     if indices is None:
         biased = scores.detach() if bias is None else scores.detach() + bias
         indices = _mask_groups(biased, groups, groups_chosen).topk(chosen, -1).indices
+    # Padding points at expert 0 for the gather; `_make_routing` then points it at none.
     indices = _mask_padding(indices, is_token, 0)
     weights = scores.gather(-1, indices)
     if renormalize:
@@ -177,6 +178,7 @@ def count_choices(indices: Tensor, experts: int) -> Tensor:
         >>> count_choices(torch.tensor([[0, 2], [2, 3]]), 3).tolist()  # 3 is no expert
         [1, 0, 2]
     """
+    # Not `bincount`, which waits for the device; the last entry counts padding and dropped choices.
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=indices.device)
     flat = indices.flatten()
     return counts.scatter_add_(0, flat, torch.ones_like(flat))[:experts]
@@ -232,12 +234,16 @@ def apply_capacity(routing: Routing, capacity: Tensor | int) -> Routing:
 
     Examples:
         >>> routing = softmax_topk(torch.tensor([[2.0, 1.0], [2.0, 1.0], [1.0, 2.0]]), 1)
-        >>> kept = apply_capacity(routing, 1)
-        >>> kept.indices.tolist(), kept.weights.tolist(), (routing.counts - kept.counts).tolist()
-        ([[0], [2], [1]], [[1.0], [0.0], [1.0]], [1, 0])
+        >>> limited = apply_capacity(routing, 1)
+        >>> limited.indices.tolist(), limited.weights.tolist()
+        ([[0], [2], [1]], [[1.0], [0.0], [1.0]])
+        >>> (routing.counts - limited.counts).tolist()
+        [1, 0]
     """
     if not isinstance(capacity, Tensor):
         check_range("apply_capacity", at_least=1, capacity=capacity)
+    # A stable sort by expert keeps the order of tokens, so a choice's position among those of its
+    # expert is its position in the sort less the expert's start.
     flat = routing.indices.flatten()
     by_expert = flat.sort(stable=True)
     starts = torch.cat([routing.counts.new_zeros(1), routing.counts.cumsum(0)])
@@ -293,6 +299,7 @@ def add_jitter(x: Tensor, noise_key: Tensor, *, name: str, amount: float) -> Ten
     # Dropout after the layer uses the layer's own name, so this needs another.
     bits = counters.make_random_bits(noise_key, name=f"{name}.jitter", features=x.shape[-1])
     x = _to_fp32(x)
+    # 53 random bits, scaled to [-1, 1).
     return x * (1 + amount * (bits.double() * 2.0**-52 - 1)).to(x.dtype)
 
 

@@ -254,7 +254,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             if found_inf:
                 return
             found_inf = None
-        # Reading a counter on a device would be a host sync: there the coefficients are fp64 tensors.
+        # Reading a counter on a device would be a host sync; there coefficients are fp64 tensors.
         counters = [float(state[x]) if on_host else state[x].double() for x in counts]
         coefficients, in_fp32, in_fp64, new_counts, step = numbers(counters, on_host=on_host)
         for x, count in new_counts.items():

@@ -77,6 +77,7 @@ def make_decay_groups(
         >>> [group["params"] for group in make_decay_groups([], weight_decay=0.1)]
         [[], []]
     """
+    # torch rejects a parameter that is in two groups, so a tied one keeps its first name only.
     unique: dict[int, tuple[str, nn.Parameter]] = {}
     for name, p in pairs:
         unique.setdefault(id(p), (name, p))
@@ -116,6 +117,7 @@ def split_by_pattern(
         >>> [list(part) for part in parts]
         [['up.bias', 'head.bias'], ['head.weight'], ['up.weight']]
     """
+    # A rank with the first and the last pipeline stage has a tied embedding twice, in one group.
     local_names = [name.removesuffix(COPY_SUFFIX) for name in named]
     by_rank = all_gather_objects(local_names, axis)
     names = list(dict.fromkeys(name for rank in by_rank for name in rank))

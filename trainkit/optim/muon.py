@@ -272,8 +272,18 @@ class Muon(torch.optim.Optimizer):
         super().add_param_group(param_group)
         self._cached_plans = (None, [])
         group = self.param_groups[-1]
-        _check_options(group)
+        check_choice(tuple(_SCALES), "Muon", scale=group["scale"])
+        if group["dtype"] is not None:
+            check_choice(_DTYPES, "Muon", dtype=group["dtype"])
+        if group["parts_dim"] not in (-2, -1):
+            raise ValueError(f"Muon: parts_dim must be -2 or -1, got {group['parts_dim']}")
+        check_range("Muon", at_least=0, lr=group["lr"])
+        check_range("Muon", at_least=0, weight_decay=group["weight_decay"])
+        check_range("Muon", at_least=0, below=1, momentum=group["momentum"])
+        check_range("Muon", at_least=1, steps=group["steps"])
         parts = group["parts"]
+        if parts is not None and not (parts and min(parts) > 0):
+            raise ValueError(f"Muon: parts must be sizes of at least 1, got {parts}")
         for p in group["params"]:
             shape = tuple(p.shape)
             if p.ndim not in (2, 3) or not p.is_floating_point():
@@ -348,20 +358,6 @@ class Muon(torch.optim.Optimizer):
             write_unless_skipped_(buffer, buffer.lerp(grad, 1 - rates[id(p)]), found_inf)
             updated[id(p)] = grad, buffer
         return updated
-
-
-def _check_options(group: Mapping[str, Any]) -> None:
-    check_choice(tuple(_SCALES), "Muon", scale=group["scale"])
-    if group["dtype"] is not None:
-        check_choice(_DTYPES, "Muon", dtype=group["dtype"])
-    if group["parts_dim"] not in (-2, -1):
-        raise ValueError(f"Muon: parts_dim must be -2 or -1, got {group['parts_dim']}")
-    check_range("Muon", at_least=0, lr=group["lr"])
-    check_range("Muon", at_least=0, weight_decay=group["weight_decay"])
-    check_range("Muon", at_least=0, below=1, momentum=group["momentum"])
-    check_range("Muon", at_least=1, steps=group["steps"])
-    if group["parts"] is not None and not (group["parts"] and min(group["parts"]) > 0):
-        raise ValueError(f"Muon: parts must be sizes of at least 1, got {group['parts']}")
 
 
 # ------------------------------------------------------------------------------------------- a step

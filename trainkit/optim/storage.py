@@ -91,7 +91,7 @@ def empty_moment(p: Tensor, name: str, kind: Moments) -> dict[str, Tensor]:
         >>> {x: tuple(m.shape) for x, m in empty_moment(torch.ones(2, 512), "m", "8bit").items()}
         {'m': (2, 512), 'm_scale': (2, 2)}
     """
-    length = p.shape[-1] if p.dim() else 1
+    length = p.shape[-1] if p.dim() else 1  # a scalar has one row of one number
     entries: dict[str, Tensor] = {}
     if is_in_blocks(p, kind):
         entries[name] = empty_rows_like(p, length, torch.uint8)
@@ -175,15 +175,18 @@ def encode_moment(
     """
     if scale_name(name) not in parts:
         return {name: values}
+    # A positive float orders as its bits do, so sizes are compared and shifted as integers. A code
+    # is the size's upper bits (exponent and three bits of fraction), counted from the block's base.
     bits = values.to(torch.float32).view(torch.int32).view(-1, BLOCK)
     largest = get_largest_code(name)
     size = bits & SIZE
+    # Rounded up, so that the largest number of a block cannot overflow its codes.
     top = (size.amax(-1).clamp(max=NAN) + ((1 << SHIFT) - 1)) >> SHIFT
     base = (top - largest).clamp(min=0)
     codes = ((size + make_offsets(step, bits.device)) >> SHIFT) - base[:, None]
     # A second moment above 0 gets at least code 1: a step divides by its root.
     codes = torch.maximum(codes, size.clamp(max=largest >> 7))
-    codes |= (bits >> 24) & 0x80
+    codes |= (bits >> 24) & 0x80  # the sign, from bit 31 to bit 7
     scales = ((base + largest) << SHIFT).view(torch.float32)
     return {name: codes.to(torch.uint8).view(-1), scale_name(name): scales}
 

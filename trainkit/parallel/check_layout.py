@@ -181,6 +181,7 @@ def _find_length_problems(
             got=rows.multiple_of,
             want=f"a multiple of {chunks}",
         )
+    # Between blocks tp shards the sequence too, and all shards are equal.
     unit = math.lcm(chunks, layout.count("sp") * layout.tp)
     if rows.row_length % unit:
         yield ConfigError(
@@ -235,6 +236,7 @@ def _find_fsdp_problems(layout: Layout, device: str) -> Iterator[ConfigError]:
             got=over,
             want=0,
         )
+    # FSDP2 splits its mesh into shards / over groups of `over` ranks; neither may be 1.
     elif over and (shards % over or not 1 < over < shards):
         sizes = [str(n) for n in range(2, shards) if shards % n == 0]
         yield ConfigError(
@@ -321,6 +323,7 @@ def _find_stage_problems(
     rows_at_once = readers * rows.microbatch
     count = -(-rows.rows // rows_at_once)
     if layout.pp > 1 and missing(count):
+        # The next number of microbatches that the schedule can run.
         enough = next(n for n in itertools.count(count) if not missing(n))
         yield ConfigError(
             f"rows = {rows.rows} in microbatches of {rows.microbatch} on {readers} data-parallel "

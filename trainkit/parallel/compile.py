@@ -10,15 +10,12 @@ from trainkit.parallel.transforms import Transform
 from trainkit.types import ParallelState
 
 
-def compile_blocks(
-    *, blocks: str = "layers.*", backend: str = "inductor", dynamic: bool | None = None
-) -> Transform:
+def compile_blocks(*, blocks: str = "layers.*", backend: str = "inductor") -> Transform:
     """Return the transform that compiles each block in place; parameters keep their names.
 
     Args:
         blocks: The name pattern of the blocks.
         backend: A backend of torch.compile; "aot_eager" needs no C++ compiler.
-        dynamic: As in torch.compile: whether shapes may change; None decides at the first change.
 
     Returns:
         A transform for `build_stages`. Compilation happens at the first call.
@@ -36,7 +33,7 @@ def compile_blocks(
         del ps
         refuse_by_cost(module, by="compile_blocks")
         for unit in find_blocks(module, blocks, needed_by="compile_blocks"):
-            unit.compile(backend=backend, dynamic=dynamic)
+            unit.compile(backend=backend)
         return module
 
     return Transform(apply, kind="compiled")

@@ -67,6 +67,7 @@ def describe_run(
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     world = stages.world.count
     ranks = f"{world} ranks: {stages.layout}" if world > 1 else "1 rank"
+    # The changed layers may be on other stages only; all of them give the same text.
     linears = next(filter(None, all_gather_objects(describe_linears(stages), stages.pp)), "")
     efficiency, steps = report_packing(rows)["efficiency"], len(rows) / rows_per_step
     return (

@@ -109,4 +109,5 @@ def make_output_head(
         output = drop_routing(forward_stages(stages, batch))
         if output is None:
             return Hidden(empty, empty)
+        # A copy: FSDP will free the memory of the gathered weight.
         return output._replace(hidden=empty, weight=output.weight.detach().clone())

@@ -72,8 +72,8 @@ def fsdp(
             stochastically to bf16 and still sum them in fp32: half of the bytes, and bits that
             depend on the layout; see `collectives.reduce_scatter_bf16`. Batches must have a
             "noise_key" (`data.add_noise_keys`), of which the rounding is a function. None sends
-            them in `reduce_dtype`. It has no effect without sharded experts, or with one rank in
-            expert_fsdp.
+            them in the dtype that they are summed in. It has no effect without sharded experts, or
+            with one rank in expert_fsdp.
 
     Returns:
         A transform for `build_stages`. Gradients are summed, in the dtype of the parameters. In
@@ -122,8 +122,8 @@ def fsdp(
         for layer in layers_over_ep(module):
             shard_experts = partial(shard, reshard_after_forward=options.reshard_after_forward)
             _shard_experts_(layer, ps, shard_experts, hybrid=hybrid)
-            if expert_wire_dtype is not None and ps.expert_fsdp.count > 1:
-                _round_expert_gradients_(layer, ps, summed_in or layer.experts.gate.dtype)
+            if expert_wire_dtype is not None:
+                _round_expert_gradients_(layer, ps, summed_in)
         assert ps.mesh is not None
         mesh = ps.mesh["dp_replicate", "fsdp"] if hybrid else ps.mesh["fsdp"]
         reshard = options.reshard_after_forward and (options.reshard_over or True)
@@ -225,8 +225,13 @@ def _shard_experts_(layer: ExpertMlp, ps: ParallelState, shard: Any, *, hybrid: 
     hide_hooks_(layer.experts)
 
 
-def _round_expert_gradients_(layer: ExpertMlp, ps: ParallelState, summed_in: torch.dtype) -> None:
+def _round_expert_gradients_(
+    layer: ExpertMlp, ps: ParallelState, reduce_dtype: torch.dtype | None
+) -> None:
     """Let FSDP2 sum the gradients of a layer's experts by `reduce_scatter_bf16`."""
+    if ps.expert_fsdp.count == 1:
+        return  # nothing is sent
+    summed_in = reduce_dtype or layer.experts.gate.dtype
     if summed_in != torch.float32:
         raise ConfigError(
             f"fsdp: expert_wire_dtype=torch.bfloat16 rounds what is summed in fp32, and gradients "
@@ -250,6 +255,7 @@ def _find_ends(
     if not blocks:
         return [], []
     order = {part: i for i, part in enumerate(module.modules())}
+    # The model and its list of layers contain the blocks; the ends are their other children.
     around = [x for x in order if {*x.modules()} & {*blocks} and x not in blocks]
     outside = {x for parent in around for x in parent.children()} - {*around, *blocks}
     ends = sorted((x for x in outside if [*x.parameters()]), key=lambda x: order[x])

@@ -1,4 +1,4 @@
-"""The linear layers that a transform changes (float8, fake quantisation): how they are chosen."""
+"""The choice of the linear layers that a transform changes: float8, fake quantization."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def choose_layers(
         pattern: A regular expression of whole names. None chooses all suitable layers except for
             experts and a head ("head", "lm_head").
         by: The name of the transform, for messages.
-        problem: Returns why a layer is not suitable, or None.
+        problem: Returns the reason that a layer is not suitable, or None.
 
     Raises:
-        ConfigError: The pattern is invalid, matches nothing or a layer that is not suitable; or no
-            layer is.
+        ConfigError: The pattern is invalid, matches nothing, or matches a layer that is not
+            suitable; or no layer is suitable.
 
     Examples:
         >>> model = nn.ModuleDict({"up": nn.Linear(2, 4), "head": nn.Linear(4, 2)})
@@ -38,6 +38,7 @@ def choose_layers(
         >>> [*found], left_out
         (['up'], ['head'])
     """
+    # Routers and experts too: a pattern may name them, and `problem` decides.
     kinds = (nn.Linear, Router, ExpertWeights)
     named = {
         canonical_name(x): part for x, part in module.named_modules() if isinstance(part, kinds)
@@ -73,12 +74,12 @@ def choose_layers(
 
 
 def _join_blocks(name: str) -> str:
-    """Return a name without the number of its block, as "layers.*.mlp.up"."""
+    """Return a name without the index of its block, as "layers.*.mlp.up"."""
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
 def plain_problem(part: nn.Module) -> str | None:
-    """Say why a layer is no plain linear one, or None.
+    """Return the reason that a layer is not a plain `nn.Linear`, or None.
 
     Examples:
         >>> plain_problem(nn.Linear(1, 1))
@@ -95,12 +96,12 @@ def plain_problem(part: nn.Module) -> str | None:
 
 
 def note_computation_(layers: Iterable[nn.Module], left_out: Iterable[str], how: str) -> None:
-    """Note on layers what they compute in, for the log at the start of a run.
+    """Record how layers compute, for the log at the start of a run.
 
     Args:
         layers: The layers that were changed.
         left_out: The names of the other linear layers.
-        how: What the layers compute in, as "float8 (rowwise)".
+        how: A description of the computation, such as "float8 (rowwise)".
 
     Effects:
         Writes a note on each layer.
@@ -121,11 +122,11 @@ def note_computation_(layers: Iterable[nn.Module], left_out: Iterable[str], how:
 
 
 def describe_linears(stages: Iterable[nn.Module]) -> str:
-    """Return what the changed layers of stages compute in; "" where all are plain.
+    """Describe how the changed layers of stages compute; "" if none was changed.
 
     Examples:
         >>> describe_linears([nn.Linear(1, 1)])
         ''
     """
-    found = [text for stage in stages for texts in _COMPUTES.read_all(stage) for text in texts]
-    return "; ".join(dict.fromkeys(found))
+    texts = [text for stage in stages for texts in _COMPUTES.read_all(stage) for text in texts]
+    return "; ".join(dict.fromkeys(texts))  # every layer of a transform has the same text

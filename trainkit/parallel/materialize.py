@@ -103,6 +103,7 @@ def materialize_(
         for name, tensor in (get_named_parameters([module]) | stored).items():
             box = get_local_box(tensor)
             if box.local.numel():
+                # A parameter that a transform has added is computed from the original weights.
                 read = partial(fills[name], weights) if name in fills else weights
                 tie = names.get(name, (name,))
                 box.local.copy_(_read_values(read, tie, tuple(box.local.shape), box.offset))

@@ -113,26 +113,24 @@ def offload_activations(
         del ps
         units = find_blocks(module, blocks, needed_by="offload_activations")
         for unit in units:
-            wrap_forward_(unit, partial(_offload_saved, saved=saved, first=unit is units[0]))
+            wrap_forward_(unit, partial(offload_saved, is_first=unit is units[0]))
         return module
 
     saved = _SavedTensors(budget, smallest, store)  # shared by all stages
+
+    def offload_saved(forward: Forward, *, is_first: bool) -> Forward:
+        # Only this frame is not compiled: compiled frames inside it pack their tensors as they run.
+        @torch.compiler.disable(recursive=False)
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if is_first:
+                saved.current = _Pass()
+            saved.enter(self)
+            with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+                return forward(self, *args, **kwargs)
+
+        return call
+
     return Transform(apply, kind="offload")
-
-
-def _offload_saved(forward: Forward, *, saved: _SavedTensors, first: bool) -> Forward:
-    """Return a forward pass whose saved tensors `saved` holds; `first` starts a new pass."""
-
-    # Only this frame is not compiled: compiled frames inside it pack their tensors as they run.
-    @torch.compiler.disable(recursive=False)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if first:
-            saved.current = _Pass()
-        saved.enter(self)
-        with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
-            return forward(self, *args, **kwargs)
-
-    return call
 
 
 class _Pass:

@@ -78,8 +78,8 @@ def offload_state(
     storages = [*{x.data_ptr(): x for x in every if x.nbytes() and x.resizable()}.values()]
     if to == "host":
         storages = [x for x in storages if x.device.type != "cpu"] or storages
+    sizes = [x.nbytes() for x in storages]
     with ExitStack() as stack:
-        sizes = [x.nbytes() for x in storages]
         read = _copy_to_host(storages) if to == "host" else _write(storages, Path(to), stack)
         stack.callback(_restore, storages, sizes, read)
         for stage in stages:  # ahead of FSDP's own hook, which would start to gather
@@ -114,7 +114,7 @@ def check_awake(stages: Iterable[nn.Module], *, by: str) -> None:
             )
 
 
-@torch.no_grad()
+@torch.no_grad()  # with gradients, `to_local` of a DTensor would return a new tensor
 def _list_tensors(stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return the tensors of a state and the local shards of its DTensors, each once."""
     values: list[Any] = [x for stage in stages for x in (*stage.parameters(), *stage.buffers())]

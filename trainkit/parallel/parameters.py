@@ -286,6 +286,7 @@ def match_names(pattern: str, names: Iterable[str], *, function: str, kind: str)
         ) from error
     matching = [name for name in names if matches(name)]
     if not matching:
+        # Blocks have the same names inside: show those of one.
         distinct = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names))
         available = "; ".join([*distinct[:_LISTED], *(["..."] if len(distinct) > _LISTED else [])])
         raise ConfigError(
@@ -334,7 +335,7 @@ class Box:
 
 
 def get_local_box(tensor: Tensor, *, replica: int = 0) -> Box:
-    """Return the box of a tensor on this rank; that of a plain tensor is all of it.
+    """Return the box of a tensor on this rank: its shard, or all of a plain tensor.
 
     Args:
         tensor: A plain tensor or a DTensor (sharded and replicated placements).
@@ -358,6 +359,7 @@ def get_local_box(tensor: Tensor, *, replica: int = 0) -> Box:
     mesh, placements = tensor.device_mesh, tensor.placements
     _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     coordinate = mesh.get_coordinate() or ()
+    # A rank writes the box if it is the first on every mesh axis that replicates it.
     copies = [i for i, p in zip(coordinate, placements, strict=True) if p.is_replicate()]
     with torch.no_grad():
         local = tensor.to_local()
@@ -386,21 +388,21 @@ def list_boxes(tensor: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     return _boxes(tuple(tensor.shape), tuple(tensor.device_mesh.shape), tuple(tensor.placements))
 
 
-@cache
+@cache  # many tensors of a model have one shape and one placement
 def _boxes(
-    whole: tuple[int, ...], sizes: tuple[int, ...], placements: tuple[Any, ...]
+    full_shape: tuple[int, ...], sizes: tuple[int, ...], placements: tuple[Any, ...]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     from torch.distributed.tensor._utils import (  # noqa: PLC0415 (a second of import time)
         _compute_local_shape_and_global_offset,
     )
 
-    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for coordinate in product(*map(range, sizes)):
         shape, offset = _compute_local_shape_and_global_offset(
-            whole, sizes, [*coordinate], placements
+            full_shape, sizes, [*coordinate], placements
         )
-        found.append((tuple(offset), tuple(shape)))
-    return found
+        boxes.append((tuple(offset), tuple(shape)))
+    return boxes
 
 
 class PlacedAlike(TorchFunctionMode):

@@ -64,7 +64,7 @@ class _Step:
     batches: Sequence[Mapping[str, Any]] = ()
     divisors: Denominator | None = None
     reductions: Sequence[grad_reduction.Reduction] = ()
-    terms: dict[int, dict[str, Tensor]] = attrs.field(factory=dict)
+    terms: dict[int, dict[str, Tensor]] = attrs.field(factory=dict)  # by microbatch
 
     def run(self, stage: nn.Module, index: int, edge: tuple[Tensor, ...]) -> Any:
         """Run a stage's forward pass on a microbatch; return its output, or the loss."""
@@ -77,7 +77,7 @@ class _Step:
             return stage_forward.check_edge(output, boundary, place)
         assert self.divisors is not None
         total, self.terms[index] = check_terms(self.loss(output, batch), by="forward_backward")
-        return divide_terms(total, self.divisors).double()
+        return divide_terms(total, self.divisors).double()  # fp64, as `Stage` has announced
 
     def get_reduction(self, stage: nn.Module) -> grad_reduction.Reduction:
         """Return the reduction of a stage's gradients in this step."""
@@ -124,7 +124,7 @@ def make_pipeline(
     step = _Step(stages, places, loss, stages.call)
     schedules: dict[Any, Any] = {}
     kinds: dict[str, stage_forward.Kind] = {}
-    last = places[0].ranks[-1]
+    last = places[0].ranks[-1]  # the rank that computes the loss
 
     def get_schedule(edge: tuple[Tensor, ...], microbatches: int) -> Any:
         key = (*((tuple(x.shape), x.dtype) for x in edge), microbatches)
@@ -132,7 +132,7 @@ def make_pipeline(
             _check_microbatches(schedule, microbatches, places, axis)
             schedules[key] = _make_schedule(schedule, step, edge, microbatches, axis=axis)
             while len(schedules) > _CACHED_SCHEDULES:
-                schedules.pop(next(iter(schedules)))
+                schedules.pop(next(iter(schedules)))  # the oldest
         return schedules[key]
 
     def run(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainkit.parallel.attention import set_attention as chosen_attention
-from trainkit.parallel.compile import compile_blocks as compiled_blocks
+from trainkit.parallel.attention import set_attention
+from trainkit.parallel.compile import compile_blocks
 from trainkit.parallel.expert_parallel import expert_parallel
 from trainkit.parallel.fsdp import fsdp
-from trainkit.parallel.offload import offload_activations as offloaded
-from trainkit.parallel.precision import DTYPES, resolve_precision
-from trainkit.parallel.precision import mixed_precision as precision_of
-from trainkit.parallel.recompute import recompute as recomputed
+from trainkit.parallel.offload import offload_activations
+from trainkit.parallel.precision import DTYPES, mixed_precision, resolve_precision
+from trainkit.parallel.recompute import recompute as recompute_blocks
 from trainkit.parallel.sequence_parallel import sequence_parallel
 from trainkit.parallel.tensor_parallel import tensor_parallel
 from trainkit.parallel.transforms import Transform
@@ -55,12 +54,12 @@ def make_decoder_plan(
     precision = resolve_precision(precision or Precision(compute="fp32"))
     return [
         tensor_parallel(),
-        *([chosen_attention(attention, dtype=DTYPES[precision.compute])] if attention else []),
+        *([set_attention(attention, dtype=DTYPES[precision.compute])] if attention else []),
         sequence_parallel(),
         expert_parallel(),
-        precision_of(DTYPES[precision.compute], storage=DTYPES[precision.storage]),
-        recomputed(recompute, preserve_rng_state=False),
-        *([] if offload is None else [offloaded(budget=offload)]),
-        *([compiled_blocks()] if compiled else []),
+        mixed_precision(DTYPES[precision.compute], storage=DTYPES[precision.storage]),
+        recompute_blocks(recompute, preserve_rng_state=False),
+        *([] if offload is None else [offload_activations(budget=offload)]),
+        *([compile_blocks()] if compiled else []),
         fsdp(layout, reduce_dtype=DTYPES[precision.reduction]),
     ]

@@ -182,6 +182,7 @@ def split_layer_ranges(
         for stage in range(num_stages):
             extra = first * (stage == 0) + last * (stage == num_stages - 1)
             following: dict[int, tuple[float, list[int]]] = {}
+            # Every earlier and every later stage has a layer, too.
             for end in range(stage + 1, count - num_stages + stage + 2):
                 for start, (total, starts) in best.items():
                     cost = sums[end] - sums[start] + extra

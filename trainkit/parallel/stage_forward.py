@@ -187,6 +187,7 @@ def share_terms(
     Effects:
         Communicates: one broadcast on `axis`, in fp64.
     """
+    # One message for all dtypes: fp64 holds an fp32 and any count of tokens exactly.
     sizes = [math.prod(shape) for _, shape in kinds.values()]
     packed = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
     if axis.index == source:

@@ -179,7 +179,7 @@ def _build_stage(
         module = transform(module, ps)
     devices = [step.device for step in plan if isinstance(step, Transform) and step.device]
     materialize_(module, weights, devices[-1] if devices else ps.device, buffers=buffers)
-    widen_gradients_(module)
+    widen_gradients_(module)  # of the new parameters that materialization makes
     # Buffers are on the device that computes, even if parameters are offloaded.
     for submodule in module.modules():
         for name, buffer in submodule.named_buffers(recurse=False):

@@ -41,26 +41,26 @@ class ParallelStyle:
 
     Attributes:
         kind: The class that the module must have.
-        cuts: The dimension along which each parameter is sharded, by name; all others are
+        shard_dims: The dimension along which each parameter is sharded, by name; all others are
             replicated.
-        enter: The collective on the first input.
-        leave: The collective on the output.
-        partial: Whether each rank uses the replicated parameters for a part of the tokens, heads or
-            features only, so that their gradients must be summed over ranks.
-        sequence: Whether an input or output is sharded along the sequence.
+        on_input: The collective on the first input.
+        on_output: The collective on the output.
+        partial_grads: Whether each rank uses the replicated parameters for a part of the tokens,
+            heads or features only, so that their gradients must be summed over ranks.
+        sequence_sharded: Whether an input or output is sharded along the sequence.
     """
 
     kind: type[nn.Module] = nn.Module
-    cuts: Mapping[str, int] = MappingProxyType({})
-    enter: Communicate | None = None
-    leave: Communicate | None = None
-    partial: bool = False
-    sequence: bool = False
+    shard_dims: Mapping[str, int] = MappingProxyType({})
+    on_input: Communicate | None = None
+    on_output: Communicate | None = None
+    partial_grads: bool = False
+    sequence_sharded: bool = False
 
 
-_COLUMN = ParallelStyle(nn.Linear, {"weight": 0, "bias": 0}, enter=sum_grad)
-_ROW = ParallelStyle(nn.Linear, {"weight": 1}, leave=sum_forward)
-_VOCABULARY = ParallelStyle(nn.Embedding, {"weight": 0}, leave=sum_forward)
+_COLUMN = ParallelStyle(nn.Linear, {"weight": 0, "bias": 0}, on_input=sum_grad)
+_ROW = ParallelStyle(nn.Linear, {"weight": 1}, on_output=sum_forward)
+_VOCABULARY = ParallelStyle(nn.Embedding, {"weight": 0}, on_output=sum_forward)
 _gather_sequence = partial(all_gather, dim=SEQUENCE_DIM)
 _scatter_sequence = partial(reduce_scatter, dim=SEQUENCE_DIM)
 
@@ -72,20 +72,28 @@ def _own_tokens(x: Tensor, axis: Axis) -> Tensor:
 STYLES: Mapping[str, ParallelStyle] = MappingProxyType(
     {
         "replicated": ParallelStyle(),
-        "partial": ParallelStyle(partial=True),
+        "partial": ParallelStyle(partial_grads=True),
         "column": _COLUMN,
-        "column_gathered": attrs.evolve(_COLUMN, leave=partial(all_gather_replicated, dim=-1)),
+        "column_gathered": attrs.evolve(_COLUMN, on_output=partial(all_gather_replicated, dim=-1)),
         "row": _ROW,
         "vocabulary": _VOCABULARY,
-        "gather": ParallelStyle(enter=_gather_sequence, sequence=True),
-        "column_inside": attrs.evolve(_COLUMN, enter=None),
+        "gather": ParallelStyle(on_input=_gather_sequence, sequence_sharded=True),
+        "column_inside": attrs.evolve(_COLUMN, on_input=None),
         "column_inside_gathered": attrs.evolve(
-            _COLUMN, enter=None, leave=partial(all_gather_replicated, dim=-1)
+            _COLUMN, on_input=None, on_output=partial(all_gather_replicated, dim=-1)
         ),
-        "row_scattered": attrs.evolve(_ROW, leave=_scatter_sequence, partial=True, sequence=True),
-        "vocabulary_scattered": attrs.evolve(_VOCABULARY, leave=_scatter_sequence, sequence=True),
-        "partial_gathered": ParallelStyle(leave=_gather_sequence, partial=True, sequence=True),
-        "partial_sliced": ParallelStyle(enter=_own_tokens, partial=True, sequence=True),
+        "row_scattered": attrs.evolve(
+            _ROW, on_output=_scatter_sequence, partial_grads=True, sequence_sharded=True
+        ),
+        "vocabulary_scattered": attrs.evolve(
+            _VOCABULARY, on_output=_scatter_sequence, sequence_sharded=True
+        ),
+        "partial_gathered": ParallelStyle(
+            on_output=_gather_sequence, partial_grads=True, sequence_sharded=True
+        ),
+        "partial_sliced": ParallelStyle(
+            on_input=_own_tokens, partial_grads=True, sequence_sharded=True
+        ),
         "wide_norm": ParallelStyle(WideNorm, {"weight": 0}),
     }
 )
@@ -143,11 +151,11 @@ class Sharded(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass between the two collectives of its style."""
         style, axis = self.sharding.style, self.sharding.axis
-        if style.enter is not None:
+        if style.on_input is not None:
             x, *rest = args
-            args = (style.enter(x, axis), *rest)
+            args = (style.on_input(x, axis), *rest)
         out = self.forward_on_parts(*args, **kwargs)
-        return out if style.leave is None else style.leave(out, axis)
+        return out if style.on_output is None else style.on_output(out, axis)
 
     def forward_on_parts(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass on the local shards of its own parameters."""
@@ -231,7 +239,7 @@ def shard_(module: nn.Module, names: tuple[str, ...], style: ParallelStyle, axis
         'ShardedLinear'
     """
     mixin = Sharded
-    if style.cuts == _ROW.cuts and "bias" in names:
+    if style.shard_dims == _ROW.shard_dims and "bias" in names:
         mixin = ShardedRow
     elif issubclass(style.kind, nn.Embedding):
         mixin = ShardedVocabulary
@@ -278,16 +286,16 @@ def sums_problem(module: nn.Module, styles: Mapping[str, ParallelStyle]) -> str 
         >>> print(sums_problem(model, of))
         'head' sums its input's gradient, which the gathering of the sequence sums already: ...
     """
-    has_parts = any(style.sequence for style in styles.values())  # of the sequence
-    has_full = any(style.leave is sum_forward for style in styles.values())
+    has_parts = any(style.sequence_sharded for style in styles.values())  # of the sequence
+    has_full = any(style.on_output is sum_forward for style in styles.values())
     for name, style in styles.items():
-        if has_parts and not has_full and style.enter is sum_grad:
+        if has_parts and not has_full and style.on_input is sum_grad:
             return (
                 f"{name!r} sums its input's gradient, which the gathering of the sequence sums "
                 'already: give it "column_inside" or "column_inside_gathered"'
             )
-        is_column = style.kind is nn.Linear and style.cuts == _COLUMN.cuts
-        if is_column and not has_parts and not style.enter:
+        is_column = style.kind is nn.Linear and style.shard_dims == _COLUMN.shard_dims
+        if is_column and not has_parts and not style.on_input:
             return (
                 f"nothing sums the gradient of the input of {name!r}: its style is for a module of "
                 'style "gather", or behind "partial_gathered"; give it "column"'
@@ -295,8 +303,10 @@ def sums_problem(module: nn.Module, styles: Mapping[str, ParallelStyle]) -> str 
     for name, child in module.named_modules():
         is_trained = any(p.requires_grad for p in child.parameters(recurse=False))
         # Between a column and a row each rank has a part of the features.
-        inside = [style.cuts for own, style in styles.items() if own.rpartition(".")[0] == name]
-        sees_part = has_parts or (_COLUMN.cuts in inside and _ROW.cuts in inside)
+        inside = [
+            style.shard_dims for own, style in styles.items() if own.rpartition(".")[0] == name
+        ]
+        sees_part = has_parts or (_COLUMN.shard_dims in inside and _ROW.shard_dims in inside)
         if is_trained and sees_part and name not in styles:
             return (
                 f"{name or 'the model itself'!r} has parameters of its own and no style; say "
@@ -317,6 +327,6 @@ def style_problem(module: nn.Module, style: ParallelStyle) -> str | None:
     if not isinstance(module, style.kind):
         return f"it is a {type(module).__name__}, and must be a {style.kind.__name__}"
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-        if isinstance(module, nn.Embedding) and style.cuts and getattr(module, option):
+        if isinstance(module, nn.Embedding) and style.shard_dims and getattr(module, option):
             return f"an Embedding with {option} needs all rows at once"
     return None

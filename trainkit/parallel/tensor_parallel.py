@@ -35,6 +35,8 @@ from trainkit.types import Axis, ConfigError, Hidden, ParallelState, RoutedOutpu
 DECODER_STYLES: Mapping[str, str] = MappingProxyType(
     {
         "embedding": "vocabulary_scattered",
+        # Each norm sees its rank's tokens; "gather" makes complete sequences of them for the
+        # matrices, and "row_scattered" sums and shards the output.
         "layers.*.attention_norm": "partial",
         "layers.*.attention": "gather",
         "layers.*.attention.w[qkv]": "column_inside",
@@ -125,7 +127,7 @@ def tensor_parallel(styles: Mapping[str, str | ParallelStyle] | None = None) -> 
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         if ps.tp.count == 1 and styles is None:
-            return module
+            return module  # a user's own styles are checked on one rank too
         matched = _match_styles(module, styles, is_stage=ps.pp.count > 1)
         by_name = {name: style for name, (_, style) in matched.items()}
         problem = sums_problem(module, by_name)
@@ -141,7 +143,7 @@ def tensor_parallel(styles: Mapping[str, str | ParallelStyle] | None = None) -> 
         _shard_parameters_(module, by_name, ps.tp)
         if isinstance(module.forward, MethodType):  # a user may have set a plain function
             wrap_forward_(module, _explain_mixed_tensors)
-        has_parts = any(style.sequence for style in by_name.values())
+        has_parts = any(style.sequence_sharded for style in by_name.values())
         if has_parts and hasattr(module, "sequence_parts"):
             module.sequence_parts = ps.tp.count  # pyrefly: ignore[bad-argument-type]
             module.register_forward_pre_hook(_make_token_slicer(ps.tp), with_kwargs=True)
@@ -280,7 +282,7 @@ def _match_styles(
         owner = name.rsplit(".", 2)[0]
         if callable(derive_style) and owner in matched:
             matched[name] = matched[owner][0], derive_style(matched[owner][1])
-    has_parts = any(style.sequence for _, style in matched.values())  # of the tokens
+    has_parts = any(style.sequence_sharded for _, style in matched.values())  # of the tokens
     style = STYLES["partial" if has_parts else "replicated"]
     return matched | dict.fromkeys(sorted(in_experts), ("experts", style))
 
@@ -297,11 +299,12 @@ def _check_module(
             f"{problem}",
             where=name,
         )
-    for key in style.cuts:
+    for key in style.shard_dims:
         _check_is_parameter(module, key, name, pattern=pattern)
+    # Attention needs whole heads: their number must divide, not only the number of rows.
     size = _head_size(module) or _head_size(modules.get(name.rpartition(".")[0]))
     for key, parameter in module.named_parameters(recurse=False):
-        dim = style.cuts.get(key)
+        dim = style.shard_dims.get(key)
         if dim is None:
             continue
         count = parameter.shape[dim]
@@ -322,7 +325,7 @@ def _check_module(
 def _check_is_parameter(module: nn.Module, key: str, name: str, *, pattern: str) -> None:
     """Raise ConfigError if a module computes this tensor from parameters, as `weight_norm` does."""
     own = dict(module.named_parameters(recurse=False))
-    if key in own or hasattr(module, "cut_") or getattr(module, key, None) is None:
+    if key in own or hasattr(module, "shard_by_style_") or getattr(module, key, None) is None:
         return
     starts = (f"{key}_", f"parametrizations.{key}.")
     sources = ", ".join(x for x, _ in module.named_parameters() if x.startswith(starts))
@@ -354,14 +357,14 @@ def _shard_parameters_(module: nn.Module, styles: Mapping[str, ParallelStyle], a
     dtensors: dict[int, tuple[int | None, nn.Parameter]] = {}  # tied parameters stay tied
     for name, child in module.named_modules():
         style = styles.get(name, STYLES["replicated"])
-        cut: Any = getattr(child, "cut_", None)
-        if cut is not None:  # it stores its weights in other shapes than the style knows
-            style = cut(style, axis)
+        shard_by_style: Any = getattr(child, "shard_by_style_", None)
+        if shard_by_style is not None:  # it stores its weights in other shapes than a style knows
+            style = shard_by_style(style, axis)
         own = dict(child.named_parameters(recurse=False, remove_duplicate=False))
         if not own and name not in styles:
             continue
         for key, parameter in own.items():
-            dim = style.cuts.get(key)
+            dim = style.shard_dims.get(key)
             if id(parameter) not in dtensors:
                 dtensors[id(parameter)] = dim, _make_dtensor(parameter, dim, axis)
             if dtensors[id(parameter)][0] != dim:
@@ -372,10 +375,10 @@ def _shard_parameters_(module: nn.Module, styles: Mapping[str, ParallelStyle], a
                     where=f"{name}.{key}",
                 )
             setattr(child, key, dtensors[id(parameter)][1])
-        replicated = [key for key in own if key not in style.cuts]
-        if style.partial and replicated:
+        replicated = [key for key in own if key not in style.shard_dims]
+        if style.partial_grads and replicated:
             mark_partial_(child, replicated, axis)
-        if isinstance(child, nn.Embedding) and style.cuts:
+        if isinstance(child, nn.Embedding) and style.shard_dims:
             rows = child.num_embeddings // axis.count
             child.padding_idx = local_padding(child.padding_idx, rows, axis)
         shard_(child, tuple(own), style, axis)

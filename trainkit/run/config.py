@@ -106,14 +106,27 @@ def option(
     return attrs.field(default=default, validator=validator, metadata={"on_resume": on_resume})
 
 
+def _make_options_check(options: OptimizerOptions) -> Callable[..., object]:
+    from trainkit.optim.table import check_options  # noqa: PLC0415 -- it needs torch
+
+    return functools.partial(
+        check_options,
+        optimizer=options.optimizer,
+        lr=options.lr,
+        weight_decay=options.weight_decay,
+        options=options.options,
+        groups=options.groups,
+        mean=options.mean,
+        offload=options.offload_optimizer,
+    )
+
+
 def _check_optimizer(options: OptimizerOptions, _: object, __: object) -> None:
     """Raise if no optimizer can be made of the options; without any, torch is not loaded."""
     fields = attrs.fields(OptimizerOptions)
     names = {"optimizer", "optimizer_options", "optimizer_groups", "mean"}
     if any(getattr(options, x.name) != x.default for x in fields if x.name in names):
-        from trainkit.optim.table import check_options  # noqa: PLC0415 -- it needs torch
-
-        check_options(**_optimizer_arguments(options))
+        _make_options_check(options)()
         if any(text.startswith("moments=") for text in options.optimizer_options):
             raise ConfigError("optimizer_options: the dtype of moments is a flag, --moments")
 
@@ -122,9 +135,7 @@ def _check_storage(config: RunConfig, _: object, precision: Precision) -> None:
     """Raise if the optimizer cannot store parameters and moments in this precision."""
     options: OptimizerOptions | None = getattr(config, "optim", None)
     if options and (precision.storage, precision.moments) != ("fp32", "fp32"):
-        from trainkit.optim.table import check_options  # noqa: PLC0415 -- it needs torch
-
-        check_options(**_optimizer_arguments(options), precision=precision)
+        _make_options_check(options)(precision=precision)
 
 
 _not_negative = attrs.validators.optional(non_negative)
@@ -185,18 +196,6 @@ class OptimizerOptions:
         from trainkit.optim import parse_groups  # noqa: PLC0415 -- it needs torch
 
         return parse_groups(self.optimizer_groups, optimizer=self.optimizer)
-
-
-def _optimizer_arguments(options: OptimizerOptions) -> dict[str, Any]:
-    return {
-        "optimizer": options.optimizer,
-        "lr": options.lr,
-        "weight_decay": options.weight_decay,
-        "options": options.options,
-        "groups": options.groups,
-        "mean": options.mean,
-        "offload": options.offload_optimizer,
-    }
 
 
 @attrs.frozen(kw_only=True)
@@ -325,21 +324,6 @@ def _list_fields(config_type: type[Any]) -> Mapping[str, _Field]:
         assert not new.keys() & fields.keys(), f"{config_type.__name__} has {a.name} twice"
         fields |= new
     return fields
-
-
-def _make_record(config_type: type[T], values: Mapping[str, Any], absent: Any) -> T:
-    """Return a configuration of values by name; a field without value and default is `absent`."""
-    types = get_type_hints(config_type)
-    arguments: dict[str, Any] = {}
-    for a in attrs.fields(config_type):
-        if a.init and attrs.has(types[a.name]):
-            inside = {name: x for name, x in values.items() if name in _list_fields(types[a.name])}
-            arguments[a.name] = attrs.evolve(a.default, **inside)
-        elif a.init and a.name in values:
-            arguments[a.name] = values[a.name]
-        elif a.init and a.default is attrs.NOTHING:
-            arguments[a.name] = absent
-    return config_type(**arguments)
 
 
 def make_resume_rules(config: Any, *, allow: Sequence[str] = ()) -> ResumeRules:
@@ -578,8 +562,19 @@ def _read_file(config_type: type[T], path: str | Path, absent: Any) -> T:
         raise ConfigError(f"{path}: {reason}", where=str(path)) from error
     types = {name: x.type for name, x in _list_fields(config_type).items() if name != "config"}
     values, problems = _convert_values(table, types)
+    hints = get_type_hints(config_type)
+    arguments: dict[str, Any] = {}
     with attrs.validators.disabled():
-        config = _make_record(config_type, values, absent)
+        for a in attrs.fields(config_type):
+            if a.init and attrs.has(hints[a.name]):  # a record inside, whose fields are flags too
+                names = values.keys() & _list_fields(hints[a.name])
+                inner = {name: values[name] for name in names}
+                arguments[a.name] = attrs.evolve(a.default, **inner)
+            elif a.init and a.name in values:
+                arguments[a.name] = values[a.name]
+            elif a.init and a.default is attrs.NOTHING:
+                arguments[a.name] = absent
+        config = config_type(**arguments)
     problems += _find_broken_rules(config, set(values))
     _raise_all([f"{path}: {problem}" for problem in problems[:1]] + problems[1:], str(path))
     return config

@@ -229,7 +229,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         >>> subprocess.run([sys.executable, "-c", script]).returncode
         75
     """
-    _open_standard_streams()
+    open_standard_streams()
     with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # no stderr
         faulthandler.enable()
     try:
@@ -252,11 +252,14 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
     os._exit(code or 0)
 
 
-def _open_standard_streams() -> None:
+def open_standard_streams() -> None:
     """Open the null device for standard streams that were closed when the process started.
 
     Otherwise the next file to be opened gets the number of a standard stream, and Python has None
     in place of the stream, which libraries that print do not expect.
+
+    Effects:
+        Opens files that stay open, and sets `sys.stdout` and `sys.stderr` where they are None.
     """
     for number in range(3):
         try:

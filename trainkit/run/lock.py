@@ -110,7 +110,16 @@ def lock_run(
 def _wait_for_token(path: Path, token: str, rank: int, patience: float) -> None:
     """Wait until the file has the token of rank 0; another host may see it late."""
     deadline = time.monotonic() + patience
-    while not (text := _read_text(path)) or token not in text:
+    while True:
+        text = ""
+        try:
+            with path.open(encoding="utf-8", errors="replace") as file:
+                text = file.read(4096)
+        except OSError as error:
+            if error.errno in {errno.EMFILE, errno.ENFILE}:  # says nothing about this file
+                raise
+        if token in text:
+            return
         if time.monotonic() >= deadline:
             raise ConfigError(
                 f"lock_run: rank {rank} on {socket.gethostname()} does not see the run directory "
@@ -120,16 +129,6 @@ def _wait_for_token(path: Path, token: str, rank: int, patience: float) -> None:
                 hint="give all ranks the same --out, on a shared disk",
             )
         time.sleep(0.1)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            return file.read(4096)
-    except OSError as error:
-        if error.errno in {errno.EMFILE, errno.ENFILE}:  # says nothing about this file
-            raise
-        return ""
 
 
 @contextlib.contextmanager
@@ -164,8 +163,11 @@ def _open_locked(path: Path, patience: float) -> BinaryIO:
     """Return the file, locked, or raise ConfigError with the process that has locked it."""
     deadline = time.monotonic() + patience
     while True:
+        # A link is not followed: it could lead to a file that is no lock, and is overwritten.
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b")
         is_locked, is_late = _try_lock(file), time.monotonic() >= deadline
+        # Between open and flock the last owner may have removed the file: then this lock is on a
+        # file that nobody else will open, and the next attempt gets the new one.
         if is_locked and (_is_same_file(file, path) or is_late):
             return file
         holder = _read_holder(file)

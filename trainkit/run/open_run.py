@@ -50,7 +50,7 @@ from trainkit.run.plots.load import plot_expert_load
 from trainkit.run.plots.loss import plot_loss
 from trainkit.run.reproducible import set_numerics
 from trainkit.run.signals import StopReason, open_stop_vote, trap_signals
-from trainkit.run.sinks.jsonl import compare_evaluations, fsync_jsonl, read_jsonl
+from trainkit.run.sinks.jsonl import WriteEvent, compare_evaluations, fsync_jsonl, read_jsonl
 from trainkit.run.sinks.named import LoggingOptions, named_sinks
 from trainkit.run.sinks.open_run_sinks import open_run_sinks, summarize_run
 from trainkit.run.startup import check_ranks_agree, make_code_facts
@@ -94,7 +94,6 @@ _SOFTWARE = "software"  # a fact that may change, as people edit their recipes; 
 _NAMES_ONLY = ("files", "context", "base_from")
 _LOG_EVERY = 10  # steps between two reads of the metrics, where the host waits for a device
 
-
 Evaluate = Callable[[], Mapping[str, float]]
 """`Evaluate() -> {name: value}`: one evaluation, with a `loss` and the number of its `tokens`,
 `pairs` or `answers`. A `score`, lower is better, ranks checkpoints in place of the loss.
@@ -112,17 +111,23 @@ def open_run(
 ) -> Iterator[Run]:
     """Open the process groups, with signals trapped, the directory locked and the ranks watched.
 
-    From the outside in, and why there: `report_errors` reports every error and gives it its exit
-    code; `trap_signals` receives a signal while ranks still wait for each other; `parallel_session`
-    connects them; `make_run_dir` tries the directory on all ranks, and all end if one of them
-    cannot write there (alone it would leave the others waiting); `lock_run` raises if another job
-    trains in the directory, or if not all ranks share it; `report_errors` again, since tracebacks
-    now have a directory; `watch_ranks` ends all ranks when one is lost or hangs; `open_stop_vote`
-    lets all stop after the same step; `check_ranks_agree` compares what the ranks were started
-    with. A script that needs fewer of them opens those, down to `parallel_session` alone.
+    From the outside in:
+
+    - `report_errors` reports every error and gives it its exit code.
+    - `trap_signals` receives a signal while ranks still wait for each other.
+    - `parallel_session` connects the ranks.
+    - `make_run_dir` tries the directory on all ranks: one that alone cannot write there would leave
+      the others waiting.
+    - `lock_run` raises if another job trains in the directory, or if not all ranks share it.
+    - `report_errors` again, since tracebacks now have a directory.
+    - `watch_ranks` ends all ranks when one is lost or hangs.
+    - `open_stop_vote` lets all ranks stop after the same step.
+    - `check_ranks_agree` compares the configuration and the code of the ranks.
+
+    A script that needs fewer of them opens those, down to `parallel_session` alone.
 
     Args:
-        run_dir: The run directory, made if it does not exist.
+        run_dir: The run directory, created if it does not exist.
         layout: The degrees and how work is done; by default all processes shard parameters.
         timeouts: How long ranks may wait. Collectives may wait longer: the watch ends a step in
             time, and knows which rank hangs.
@@ -318,6 +323,7 @@ class Run:
         of_start: dict[str, Any] = {_SOFTWARE: self.software}
         if first is not None:
             of_start |= hash_initial_weights(first, stages, self.ps)
+        # A function if the caller's facts are one: they may depend on the batches read so far.
         self.facts = (
             (lambda batches: {**gathered(batches), **of_start})
             if callable(gathered)
@@ -464,7 +470,7 @@ class Loop:
     _first_step: int
     # Set by `open`.
     _write_metrics: Sink = attrs.field(init=False)
-    _write_event: Callable[..., None] = attrs.field(init=False)
+    _write_event: WriteEvent = attrs.field(init=False)
     _save: Save = attrs.field(init=False)
     _guard: Guard = attrs.field(init=False)
     _collect: Collect = attrs.field(init=False)
@@ -702,7 +708,7 @@ class Loop:
         guard = guard or self._guard
         steps = self._pending
         self._pending = []
-        self._current = None  # a roll-back writes parameters
+        self._current = None  # a roll-back writes parameters: until it is over, nothing is whole
         newest_health = steps[0][0].health if steps else state.health
         records = make_step_records([metrics for _, metrics in steps], begin=self._step_start)
         if steps:
@@ -722,6 +728,8 @@ class Loop:
                 )
             record.update(self._memory)
             self._write_metrics(at_step.step, record)
+            # Counts of bad steps come from the steps checked before this one; the loss scale, which
+            # moves on the device in every step, from the step itself.
             checked = guard(
                 attrs.evolve(at_step, health=health.copy_loss_scale(at_step.health, newest_health)),
                 record,
@@ -759,6 +767,7 @@ class Loop:
         return UnsavedState(state, print_to_stderr, self._get_score(state.step), after_peer_error)
 
     def _is_saved(self, step: int) -> bool:
+        # A save that was started may have failed: the disk has the last word.
         newest = checkpoint.list_checkpoints(self._run.dir / "checkpoints")[:1]
         was_started = step == self._last_saved and [parse_step(path) for path in newest] == [step]
         return step == self._first_step or was_started

@@ -276,6 +276,7 @@ def write_failure(folder: Path, failure: Failure) -> Failure:
 
 def _read(path: Path, kind: type[Any], session: str) -> Any:
     try:
+        # A beat's file also has host, pid and rank, for people.
         values = orjson.loads(path.read_bytes())
         record = kind(**{field.name: values[field.name] for field in attrs.fields(kind)})
     except (OSError, ValueError, KeyError, TypeError):
@@ -374,6 +375,7 @@ def find_stragglers(busy: Mapping[int, float]) -> list[int]:
     """
     ranks = []
     for rank, share in busy.items():
+        # A rank that itself waits for half of its time holds nobody up.
         others = sorted(other for name, other in busy.items() if name != rank)
         if others and share > 0.5 and share >= 3.0 * others[len(others) // 2]:
             ranks.append(rank)

@@ -106,7 +106,7 @@ def test_what_is_not_finite_is_not_hidden(scaling, bad):
     assert all(bool(part.isfinite().all()) for part in zeros)
 
 
-def test_names_and_values_stay_and_what_is_left_out_is_told():
+def test_names_and_values_stay_and_what_is_left_out_is_reported():
     config = make_decoder_config("tiny")
     config = attrs.evolve(config, tied=False)
     plan = [float8("rowwise")]

@@ -26,7 +26,7 @@ from trainkit.post.adapters import (
 from trainkit.step import make_forward_backward
 from trainkit.tools.testing import run_ranks
 from trainkit.tools.testing.builtin import CONFIG, decoder_batch
-from trainkit.tools.testing.deal import deal_batch
+from trainkit.tools.testing.distribute_batch import distribute_batch
 from trainkit.tools.testing.train import certificate_weights
 from trainkit.types import ConfigError, Layout
 
@@ -92,7 +92,7 @@ def trained_in(layout):
         for step in range(4):
             apply_freeze_(stages, select_frozen(NAMES, BASE, SCHEDULE, step))
             run(
-                deal_batch(decoder_batch(step), ps.data_shard, rows_per_microbatch=2),
+                distribute_batch(decoder_batch(step), ps.data_shard, rows_per_microbatch=2),
                 denominator=torch.tensor(50.0, dtype=torch.float64),
             )
             clip_and_step(get_parameters(stages), optimizer, lr=1e-2, max_norm=0.5, axis=ps.pp)
@@ -134,7 +134,7 @@ def kinds_of_gradients(layout):
         for step in range(2):
             if step:
                 apply_freeze_(stages, [])
-            batch = deal_batch(decoder_batch(step), ps.data_shard, rows_per_microbatch=2)
+            batch = distribute_batch(decoder_batch(step), ps.data_shard, rows_per_microbatch=2)
             run(batch, denominator=torch.tensor(50.0))
         return {p.grad.dtype for p in get_parameters(stages)}
 

@@ -150,7 +150,7 @@ def test_what_is_greedy_is_what_argmax_takes_of_equal_logits_too():
     assert (logits.sort(-1).values.diff(dim=-1)[..., -1] == 0).sum() > 5
 
 
-def test_a_model_that_gives_no_numbers_is_told():
+def test_scores_that_are_not_finite_are_refused():
     (model,) = stages_in(tk.solo_parallel(), head="hidden", config=SMALL)
     with torch.no_grad():
         model.norm.weight[0] = torch.nan

@@ -750,6 +750,11 @@ def work(out):
     return written
 
 
+def test_processes_start_without_torch():
+    code = "import sys, trainkit.text.prepare.workers; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_processes_look_for_no_script_that_came_through_a_pipe(monkeypatch):
     for name, value in {"__file__": "<stdin>", "__spec__": None}.items():
         monkeypatch.setitem(vars(sys.modules["__main__"]), name, value)
@@ -879,6 +884,15 @@ def test_processes_that_start_no_chunk_are_reported(source, out, tmp_path, monke
     make = __import__("slow_encoders").make
     with pytest.raises(DataError, match=r"a process has started no chunk for \d+ s.*__main__"):
         run(lines(source), out, workers=2, timeout=0.5, make_encode=make)
+    assert multiprocessing.active_children() == []
+
+
+def test_a_process_that_still_hangs_at_the_end_is_killed(monkeypatch):
+    monkeypatch.setattr(workers, "_EXIT_SECONDS", 0.2)
+    start = time.monotonic()
+    with workers.process_pool(1) as pool:
+        pool.submit(time.sleep, 300)
+    assert time.monotonic() - start < 100
     assert multiprocessing.active_children() == []
 
 

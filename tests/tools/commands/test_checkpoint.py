@@ -61,7 +61,7 @@ def run_dir(saved, tmp_path):
 
 
 @pytest.fixture
-def said(capsysbinary):
+def run(capsysbinary):
     def call(*argv):
         code = main(["checkpoint", *map(str, argv)])
         return code, json.loads(capsysbinary.readouterr().out)
@@ -78,8 +78,8 @@ def damage(path):
 # ---------------------------------------------------------------------------------------- looking
 
 
-def test_a_listing_is_quick_or_thorough(run_dir, said):
-    code, rows = said("ls", run_dir)
+def test_a_listing_is_quick_or_thorough(run_dir, run):
+    code, rows = run("ls", run_dir)
     assert code == 0
     assert [row["step"] for row in rows] == [5, 4, 3, 2, 1]
     assert all(row["complete"] and not row["problems"] and "ok" not in row for row in rows)
@@ -88,22 +88,22 @@ def test_a_listing_is_quick_or_thorough(run_dir, said):
     newest = run_dir / "checkpoints/step_00000005"
     damage(newest / "rank_00000.safetensors")
     (newest.with_name("step_00000004") / "state.json").unlink()
-    code, rows = said("ls", run_dir / "checkpoints")
+    code, rows = run("ls", run_dir / "checkpoints")
     assert [row["complete"] for row in rows] == [True, False, True, True, True]
     assert rows[1]["problems"] == ["state.json is missing"]
-    code, rows = said("ls", run_dir, "--verify")
+    code, rows = run("ls", run_dir, "--verify")
     assert (code, [row["ok"] for row in rows]) == (DAMAGED, [False, False, True, True, True])
-    assert said("ls", run_dir / "nowhere")[0] == DAMAGED
+    assert run("ls", run_dir / "nowhere")[0] == DAMAGED
 
 
-def test_what_is_no_checkpoint_is_listed_as_such(tmp_path, said):
+def test_what_is_no_checkpoint_is_listed_as_such(tmp_path, run):
     home = tmp_path / "checkpoints"
     for name in ("step_00000001", "step_00000002", "step_00000003", "step_00000004"):
         (home / name).mkdir(parents=True)
     (home / "step_00000002/manifest.json").write_text("[" * 100_000)
     (home / "step_00000003/manifest.json").write_text('{"files": 3}')
     (home / "step_00000004/manifest.json").symlink_to("/dev/zero")
-    _, rows = said("ls", tmp_path)
+    _, rows = run("ls", tmp_path)
     assert [row["complete"] for row in rows] == [False] * 4
     assert all(row["problems"] for row in rows)
 
@@ -132,50 +132,50 @@ def test_two_thousand_checkpoints_are_listed_with_a_few_looks_at_each(tmp_path, 
     assert asked_of_the_disk.total() <= 10 * 100
 
 
-def test_verify_takes_one_or_all_of_a_run(run_dir, said):
+def test_verify_takes_one_or_all_of_a_run(run_dir, run):
     path = run_dir / "checkpoints/step_00000003"
-    assert said("verify", path) == (0, {"checkpoint": str(path), "ok": True, "problems": []})
-    code, reports = said("verify", run_dir)
+    assert run("verify", path) == (0, {"checkpoint": str(path), "ok": True, "problems": []})
+    code, reports = run("verify", run_dir)
     assert (code, len(reports)) == (0, 5)
     damage(path / "index.json")
-    code, report = said("verify", path)
+    code, report = run("verify", path)
     assert (code, report["problems"]) == (DAMAGED, ["index.json does not match its sha256"])
-    code, reports = said("verify", run_dir / "checkpoints")
+    code, reports = run("verify", run_dir / "checkpoints")
     assert code == DAMAGED
     assert [report["ok"] for report in reports] == [True, True, False, True, True]
-    assert said("verify", run_dir / "nowhere")[0] == DAMAGED
+    assert run("verify", run_dir / "nowhere")[0] == DAMAGED
 
 
 # ------------------------------------------------------------------------------------------- diff
 
 
-def test_diff_tells_what_two_checkpoints_do_not_share(run_dir, tmp_path, said):
+def test_diff_reports_the_differences_of_two_checkpoints(run_dir, tmp_path, run):
     a = run_dir / "checkpoints/step_00000003"
-    code, report = said("diff", a, a)
+    code, report = run("diff", a, a)
     assert (code, report["same"], report["bytes"]) == (0, True, True)
-    code, report = said("diff", a, a.with_name("step_00000005"))
+    code, report = run("diff", a, a.with_name("step_00000005"))
     assert (code, report["same"], report["bytes"]) == (1, False, True)
     assert report["state"] == {"step": [3, 5], "tokens": [30, 50]}
     other = save(tmp_path / "other", [3], scale=1.5, lr=0.2)
-    code, report = said("diff", a, other)
+    code, report = run("diff", a, other)
     assert (code, report["same"], report["bytes"]) == (1, False, False)
     assert report["facts"] == {"seed": [0.1, 0.2]}
     assert report["optimizer"] == {"options": report["optimizer"]["options"]}
     assert report["tensors"] == {"only_a": [], "only_b": [], "dtype_or_shape": {}}
-    code, report = said("diff", a, other, "--values")
+    code, report = run("diff", a, other, "--values")
     assert list(report["values"]) == ["model/weight"]
-    told = report["values"]["model/weight"]
-    assert told["relative"] == pytest.approx(1 / 3)
-    assert told["max_abs"] == pytest.approx(told["max_b"] / 3)
-    assert told["unequal"] == 6
+    difference = report["values"]["model/weight"]
+    assert difference["relative"] == pytest.approx(1 / 3)
+    assert difference["max_abs"] == pytest.approx(difference["max_b"] / 3)
+    assert difference["unequal"] == 6
 
 
-def test_diff_of_a_checkpoint_that_was_pruned_says_which_there_are(run_dir, said):
+def test_diff_of_a_pruned_checkpoint_lists_the_existing_ones(run_dir, run):
     a = run_dir / "checkpoints/step_00000003"
     there = [path.name for path in list_checkpoints(a.parent) if path != a]
     shutil.rmtree(a)
     for pair in ((a, a.with_name(there[0])), (a.with_name(there[0]), a)):
-        code, report = said("diff", *pair)
+        code, report = run("diff", *pair)
         assert code == 66
         assert f"there is no step_00000003 in {a.parent} (any more); there are" in report["error"]
         assert all(name in report["error"] for name in there)
@@ -184,11 +184,11 @@ def test_diff_of_a_checkpoint_that_was_pruned_says_which_there_are(run_dir, said
         diff_checkpoints(a, a.with_name(there[0]))
 
 
-def test_diff_names_tensors_of_one_side_and_of_other_shapes(tmp_path, said):
+def test_diff_names_tensors_of_one_side_and_of_other_shapes(tmp_path, run):
     for name, model in (("a", nn.Linear(3, 2)), ("b", nn.Linear(3, 4, bias=False))):
         optimizer = torch.optim.SGD(model.parameters())
         tk.save_checkpoint(tmp_path / name, tk.TrainState(), [model], optimizer, tk.solo_parallel())
-    code, report = said("diff", tmp_path / "a", tmp_path / "b", "--values")
+    code, report = run("diff", tmp_path / "a", tmp_path / "b", "--values")
     assert code == 1
     assert report["tensors"] == {
         "only_a": ["model/bias"],
@@ -196,10 +196,10 @@ def test_diff_names_tensors_of_one_side_and_of_other_shapes(tmp_path, said):
         "dtype_or_shape": {"model/weight": [["float32", [2, 3]], ["float32", [4, 3]]]},
     }
     damage(next((tmp_path / "a").rglob("rank_*")))
-    assert said("diff", tmp_path / "a", tmp_path / "b")[0] == DAMAGED
+    assert run("diff", tmp_path / "a", tmp_path / "b")[0] == DAMAGED
 
 
-def test_numbers_that_are_not_finite_are_told(tmp_path, said):
+def test_numbers_that_are_not_finite_are_reported(tmp_path, run):
     for name, value in (("a", float("nan")), ("b", 1.0)):
         path = Path(shutil.copytree(save(tmp_path / name, [1]), tmp_path / f"{name}2"))
         path = path / "checkpoints/step_00000001"
@@ -208,7 +208,7 @@ def test_numbers_that_are_not_finite_are_told(tmp_path, said):
         tensors["model/weight"][0, 0] = value
         save_file(tensors, file)
         reseal(path)
-    code, report = said("diff", tmp_path / "a2", tmp_path / "b2", "--values")
+    code, report = run("diff", tmp_path / "a2", tmp_path / "b2", "--values")
     assert code == 1
     assert report["values"]["model/weight"]["max_abs"] is None
     assert report["values"]["model/weight"]["unequal"] == 1
@@ -219,7 +219,7 @@ def reseal(path):
     (path / "manifest.json").write_bytes(make_manifest(1, files))
 
 
-def test_what_retention_deletes_meanwhile_is_not_damaged(run_dir, said, monkeypatch):
+def test_what_retention_deletes_meanwhile_is_not_damaged(run_dir, run, monkeypatch):
     home, doomed = run_dir / "checkpoints", run_dir / "checkpoints/step_00000002"
     real = manifest.read_manifest
 
@@ -230,14 +230,14 @@ def test_what_retention_deletes_meanwhile_is_not_damaged(run_dir, said, monkeypa
         return found
 
     monkeypatch.setattr(manifest, "read_manifest", read_manifest)
-    code, rows = said("verify", run_dir)
+    code, rows = run("verify", run_dir)
     assert (code, [row["ok"] for row in rows]) == (0, [True, True, True, None, True])
     assert "was deleted after it was listed" in rows[3]["problems"][0]
     doomed = home / "step_00000001"
-    code, row = said("verify", doomed)
+    code, row = run("verify", doomed)
     assert (code, row["ok"]) == (66, None)
     assert "was deleted after" in row["problems"][0]
-    code, row = said("verify", doomed)
+    code, row = run("verify", doomed)
     assert (code, row["problems"]) == (66, [f"{doomed} does not exist"])
 
 
@@ -245,54 +245,54 @@ def test_what_retention_deletes_meanwhile_is_not_damaged(run_dir, said, monkeypa
 
 
 @pytest.mark.case("K11")
-def test_prune_says_and_does_the_same(run_dir, said):
+def test_prune_does_what_its_dry_run_lists(run_dir, run):
     home = run_dir / "checkpoints"
     damage(home / "step_00000003/rank_00000.safetensors")
     flags = ("--keep", 2, "--every", 2)
-    code, would = said("prune", run_dir, *flags, "--dry-run")
+    code, would = run("prune", run_dir, *flags, "--dry-run")
     assert code == 0
     assert would["deleted"] == ["step_00000003", "step_00000001"]
     pin = home / "step_00000001.pin"
     pin.touch()
-    assert [row["pinned"] for row in said("ls", run_dir)[1]] == [False] * 4 + [True]
-    assert said("prune", run_dir, *flags, "--dry-run")[1]["deleted"] == ["step_00000003"]
+    assert [row["pinned"] for row in run("ls", run_dir)[1]] == [False] * 4 + [True]
+    assert run("prune", run_dir, *flags, "--dry-run")[1]["deleted"] == ["step_00000003"]
     pin.unlink()
     assert len(list_checkpoints(home)) == 5
-    assert said("prune", run_dir, *flags) == (code, would)
+    assert run("prune", run_dir, *flags) == (code, would)
     names = [path.name for path in list_checkpoints(home)]
     assert names == would["kept"] == ["step_00000005", "step_00000004", "step_00000002"]
-    code, report = said("prune", run_dir, "--keep", 1)
+    code, report = run("prune", run_dir, "--keep", 1)
     assert code == 64
     assert "at least 2" in report["error"]
     for path in list_checkpoints(home):
         damage(path / "rank_00000.safetensors")
-    code, report = said("prune", run_dir, "--keep", 2)
+    code, report = run("prune", run_dir, "--keep", 2)
     assert (code, report["deleted"]) == (DAMAGED, [])
-    assert said("prune", run_dir, "--keep", "some")[0] == 64
+    assert run("prune", run_dir, "--keep", "some")[0] == 64
 
 
 # ----------------------------------------------------------------------------- export and convert
 
 
-def test_export_and_convert_report_what_they_wrote(run_dir, tmp_path, said, monkeypatch):
+def test_export_and_convert_report_what_they_wrote(run_dir, tmp_path, run, monkeypatch):
     # Pickles are read in this process: to start one takes seconds, and test_convert.py does it.
     monkeypatch.setattr(foreign, "_read_pickles", pickled.describe)
-    code, report = said("export", run_dir, tmp_path / "w", "--dtype", "bfloat16")
+    code, report = run("export", run_dir, tmp_path / "w", "--dtype", "bfloat16")
     assert code == 0
     assert report["from"]["checkpoint"] == "step_00000005"
     assert open_weights(tmp_path / "w")("weight", (2, 3), (0, 0)).dtype == torch.bfloat16
-    assert said("verify", tmp_path / "w")[0] == 0
-    code, report = said("export", run_dir, tmp_path / "w")
+    assert run("verify", tmp_path / "w")[0] == 0
+    code, report = run("export", run_dir, tmp_path / "w")
     assert code == 64
     assert "--overwrite" in report["hint"]
-    assert said("export", run_dir, tmp_path / "w", "--overwrite")[0] == 0
+    assert run("export", run_dir, tmp_path / "w", "--overwrite")[0] == 0
     damage(tmp_path / "w/model.safetensors")
-    assert said("verify", tmp_path / "w")[0] == DAMAGED
+    assert run("verify", tmp_path / "w")[0] == DAMAGED
     torch.save({"model": {"a": torch.ones(3)}, "epoch": 1}, tmp_path / "a.pt")
-    code, report = said("convert", tmp_path / "a.pt", tmp_path / "c", "--prefix", "model.")
+    code, report = run("convert", tmp_path / "a.pt", tmp_path / "c", "--prefix", "model.")
     assert (code, report["tensors"], report["skipped"]) == (0, 1, ["epoch"])
     (tmp_path / "a.pt").write_bytes(b"cos\nsystem\n.")
-    code, report = said("convert", tmp_path / "a.pt", tmp_path / "d")
+    code, report = run("convert", tmp_path / "a.pt", tmp_path / "d")
     assert code == DAMAGED
     assert "a.pt" in report["error"]
 

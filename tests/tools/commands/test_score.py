@@ -1,4 +1,4 @@
-"""`python -m trainkit score`: what a frozen model finds of each token, stored once."""
+"""`python -m trainkit score`: a frozen model's log-probabilities, stored once."""
 
 import argparse
 import os
@@ -35,7 +35,7 @@ def run_score(*words):
 def home(tmp_path_factory):
     """Return a folder with a model, saved as a run, and a corpus that has a column already."""
     home = tmp_path_factory.mktemp("home")
-    saved_run(home / "run", CONFIG, **{"config.row_length": 16})
+    saved_run(home / "run", CONFIG, facts={"config.row_length": 16})
     draw = np.random.default_rng(3)
     documents = [
         Sample(draw.integers(0, 256, n), draw.random(n) < 0.7, {"weights": draw.random(n)})
@@ -99,31 +99,31 @@ def test_a_student_learns_the_same_from_stored_words_as_from_the_teacher(home, m
         assert (one - two).abs().max() < 1e-4 * one.abs().max()
 
 
-def killed(kept, words):
-    """Score in a process of its own, which is killed when it begins the part after so many."""
+def killed(num_parts, words):
+    """Score in a new process that is killed when it starts to write the part after `num_parts`."""
     pid = os.fork()
     if pid == 0:
         write = room.write_corpus
 
-        def writes(path, *given, **how):
-            if path.name == f"part_{kept:08d}.tokens":
+        def write_or_die(path, *args, **options):
+            if path.name == f"part_{num_parts:08d}.tokens":
                 os.kill(os.getpid(), signal.SIGKILL)
-            return write(path, *given, **how)
+            return write(path, *args, **options)
 
         try:
-            room.write_corpus = writes
+            room.write_corpus = write_or_die
             run_score(*words)
         finally:
             os._exit(0)
     return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
 
 
-def test_a_killed_command_goes_on_with_the_parts_that_it_has_written(home, tmp_path):
+def test_a_killed_command_resumes_with_the_parts_that_it_has_written(home, tmp_path):
     whole, out = tmp_path / "whole.tokens", tmp_path / "out.tokens"
     words = [home / "run", home / "a.tokens", "--part", 15]
     run_score(*words, "--out", whole)
-    for kept in (1, 3):
-        assert killed(kept, [*words, "--out", out])
+    for num_parts in (1, 3):
+        assert killed(num_parts, [*words, "--out", out])
         assert not out.exists()
     damaged = tmp_path / "out.tokens.parts" / "part_00000001.tokens"
     damaged.write_bytes(damaged.read_bytes()[:-40])

@@ -37,7 +37,7 @@ COMMAND_LINES = [
 
 
 @pytest.mark.parametrize("line", COMMAND_LINES)
-def test_records_are_text_on_a_terminal_and_json_elsewhere_or_when_asked(
+def test_records_are_text_on_a_terminal_and_json_elsewhere_or_by_flag(
     line, home, capsys, monkeypatch
 ):
     words = line.format(home).split()
@@ -47,8 +47,8 @@ def test_records_are_text_on_a_terminal_and_json_elsewhere_or_when_asked(
     report = json.loads(capsys.readouterr().out)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert main([*line.format(home).split(), "--json"]) == code
-    asked = json.loads(capsys.readouterr().out)
-    assert type(asked) is type(report)
+    printed = json.loads(capsys.readouterr().out)
+    assert type(printed) is type(report)
     (home / "new.tokens").unlink(missing_ok=True)
     assert main(line.format(home).split()) == code
     shown = capsys.readouterr().out
@@ -100,8 +100,8 @@ def test_alone_it_prints_help_that_teaches(capsys):
     assert err == ""
     for name in COMMANDS:
         assert f"\n  python -m trainkit {name} " in out
-    for said in ("python recipes/pretrain.py", "COMMAND --help", "--json", "66"):
-        assert said in out
+    for text in ("python recipes/pretrain.py", "COMMAND --help", "--json", "66"):
+        assert text in out
 
 
 def test_a_table_is_aligned_and_says_nothing_of_empty_columns():

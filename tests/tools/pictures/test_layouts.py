@@ -249,19 +249,17 @@ def test_1f1b_holds_no_more_microbatches_than_there_are_stages():
 
 
 def test_a_pipeline_that_cannot_be_is_refused():
-    for name, numbers, said in [
-        ("1f2b", {}, "no pipeline schedule '1f2b'; there are gpipe, 1f1b, "),
-        ("1f1b", {"pp": 0}, "must be at least 1, got 0, 8"),
-        ("1f1b", {"stages_per_rank": 2}, r"1f1b has 1 stage\(s\) on each rank, got 2"),
-        (
-            "looped_bfs",
-            {"stages_per_rank": 1},
-            "looped_bfs is drawn with at least two stages a rank",
-        ),
-        ("dual_pipe_v", {"microbatches": 4}, "dual_pipe_v: DualPipeV requires at least as many"),
+    for name, pp, microbatches, stages_per_rank, message in [
+        ("1f2b", 4, 8, None, "no pipeline schedule '1f2b'; there are gpipe, 1f1b, "),
+        ("1f1b", 0, 8, None, "must be at least 1, got 0, 8"),
+        ("1f1b", 4, 8, 2, r"1f1b has 1 stage\(s\) on each rank, got 2"),
+        ("looped_bfs", 4, 8, 1, "looped_bfs is drawn with at least two stages a rank"),
+        ("dual_pipe_v", 4, 4, None, "dual_pipe_v: DualPipeV requires at least as many"),
     ]:
-        with pytest.raises(ValueError, match=said):
-            pictures.simulate_pipeline(name, **({"pp": 4, "microbatches": 8} | numbers))
+        with pytest.raises(ValueError, match=message):
+            pictures.simulate_pipeline(
+                name, pp=pp, microbatches=microbatches, stages_per_rank=stages_per_rank
+            )
 
 
 def test_a_picture_of_a_pipeline_prints_the_bubble_of_each_schedule(tmp_path):

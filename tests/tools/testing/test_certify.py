@@ -1,4 +1,4 @@
-"""The certificate as a user has it: own models, refusals, failures that hide nothing, tables."""
+"""The certificate of a user's model: refusals, failures that hide no other, tables."""
 
 import contextlib
 import os
@@ -30,7 +30,7 @@ from trainkit.tools.testing.certificate import (
     summary,
 )
 from trainkit.tools.testing.certify import certify
-from trainkit.tools.testing.deal import deal_batch
+from trainkit.tools.testing.distribute_batch import distribute_batch
 from trainkit.tools.testing.exact import ExactModel, call_exact, exact_batch, exact_weights, squares
 from trainkit.tools.testing.train import certificate_weights, relative
 from trainkit.types import ConfigError, DataShard, Layout, Share
@@ -100,7 +100,7 @@ def test_a_model_that_is_made_with_adapters_has_the_same_ones_in_every_layout(va
 
 
 def test_a_users_model_plan_loss_and_call_are_certified():
-    told = []
+    messages = []
     cases = [LayoutCase(), LayoutCase(Layout(dp_shard=2)), LayoutCase(Layout(dp_replicate=2))]
     found = certify(
         Bigrams,
@@ -110,7 +110,7 @@ def test_a_users_model_plan_loss_and_call_are_certified():
         loss=make_loss,
         call=own_call,
         steps=2,
-        log=told.append,
+        log=messages.append,
     )
     assert found.ok, format_text(found)
     assert [(row.layout, row.world) for row in found.rows] == [
@@ -120,15 +120,15 @@ def test_a_users_model_plan_loss_and_call_are_certified():
     ]
     assert found.title == "Bigrams"
     assert {row.worst.partition("/")[0] for row in found.rows} == {"layers.0.weight"}
-    assert "(3 of 3, about 0 s left)" in told[-1]
-    assert told[0].startswith("ok Bigrams: one rank")
+    assert "(3 of 3, about 0 s left)" in messages[-1]
+    assert messages[0].startswith("ok Bigrams: one rank")
 
 
-# ------------------------------------------------------------------------------------ what is tied
+# ------------------------------------------------------------------------------------ ties
 
 
 class TiedBigrams(nn.Module):
-    """A head that is the embedding, and a buffer that counts the calls if it is told to."""
+    """A head tied to the embedding, and a buffer that counts the calls if `counts` is set."""
 
     def __init__(self):
         super().__init__()
@@ -227,7 +227,7 @@ def failing_plan(ps, case):
 
 
 def impatient(fn, world, first, *rest, timeout, **options):
-    """Run ranks, and wait for those that will hang no longer than to see that they do."""
+    """Run ranks, with a short timeout for the case that hangs."""
     jobs = rest[0] if isinstance(first, str) else {}  # a folder comes before jobs
     hangs = next((job.case.note == "hangs" for job in jobs.values()), False)
     return run_ranks(fn, world, first, *rest, timeout=2.0 if hangs else timeout, **options)
@@ -258,22 +258,22 @@ def test_a_layout_that_fails_is_red_and_hides_no_other(monkeypatch):
     assert "RED: dp2, raises: rank 1 of 2: RuntimeError: the plan failed" in format_text(found)
 
 
+certify_cases = partial(certify, ExactModel, exact_batch, plan=exact_plan, loss=squares)
+certify_one = partial(certify_cases, [LayoutCase()])
 BAD = [
-    ({"cases": []}, "none"),
-    ({"cases": [LayoutCase(), LayoutCase()]}, "two are called 'one rank'"),
-    ({"tier": "fp8"}, "tier must be one of"),
-    ({"steps": 0}, "steps must be at least 1"),
-    ({"loss": lambda output, _: output}, "decorate it with losses.declare_terms"),
-    ({"plan": lambda *_: []}, "top level of a module"),
+    (partial(certify_cases, []), "none"),
+    (partial(certify_cases, [LayoutCase(), LayoutCase()]), "two are called 'one rank'"),
+    (partial(certify_one, tier="fp8"), "tier must be one of"),
+    (partial(certify_one, steps=0), "steps must be at least 1"),
+    (partial(certify_one, loss=lambda output, _: output), "decorate it with losses.declare_terms"),
+    (partial(certify_one, plan=lambda *_: []), "top level of a module"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), BAD)
-def test_a_bad_argument_is_refused(changes, message):
-    good = {"cases": [LayoutCase()], "plan": exact_plan, "loss": squares}
-    arguments = good | changes
+@pytest.mark.parametrize(("run", "message"), BAD)
+def test_a_bad_argument_is_refused(run, message):
     with pytest.raises(ValueError, match=message):
-        certify(ExactModel, exact_batch, arguments.pop("cases"), **arguments)
+        run()
 
 
 def one_nan(_name, shape, _offset):
@@ -311,22 +311,22 @@ def test_a_sequence_that_does_not_divide_is_a_row_with_both_numbers():
 # ------------------------------------------------------------------------------------ parts
 
 
-def test_dealt_rows_are_those_of_the_batch_and_blank_ones():
+def test_distributed_rows_are_those_of_the_batch_and_padding_rows():
     batch = exact_batch(0)
     batch = attrs.evolve(batch, extra={"weight": torch.rand(8, 16)})
     shares = [Share(rank, 3) for rank in range(3)]
-    dealt = [deal_batch(batch, DataShard(share), rows_per_microbatch=1) for share in shares]
-    assert [len(microbatches) for microbatches in dealt] == [3, 3, 3]
-    rows = [row for microbatches in dealt for row in microbatches]
-    blank = [row for row in rows if (row.token_index < 0).all()]
-    assert len(blank) == 1
+    by_rank = [distribute_batch(batch, DataShard(share), rows_per_microbatch=1) for share in shares]
+    assert [len(microbatches) for microbatches in by_rank] == [3, 3, 3]
+    rows = [row for microbatches in by_rank for row in microbatches]
+    padding = [row for row in rows if (row.token_index < 0).all()]
+    assert len(padding) == 1
     expected = make_padding_batch(1, 16)
     for name in ("input_ids", "labels", "position_ids", "document_ids", "token_index"):
-        assert torch.equal(blank[0][name], expected[name])
-        filled = torch.cat([row[name] for row in rows if row is not blank[0]])
+        assert torch.equal(padding[0][name], expected[name])
+        filled = torch.cat([row[name] for row in rows if row is not padding[0]])
         assert torch.equal(filled, batch[name])
-    assert blank[0]["weight"].sum() == 0
-    assert blank[0].spans.lengths.tolist() == [16]
+    assert padding[0]["weight"].sum() == 0
+    assert padding[0].spans.lengths.tolist() == [16]
 
 
 def test_a_difference_is_relative_to_the_largest_and_nan_is_infinite():

@@ -45,7 +45,7 @@ def test_a_fault_comes_at_its_step_and_at_no_other(at):
     assert seen == [1]
 
 
-def test_a_fault_after_a_step_sees_what_the_step_has_come_to():
+def test_a_fault_after_a_step_sees_the_state_that_the_step_returns():
     seen = []
     walk(faults.act_after(2, lambda state: seen.append(state.step))(count))
     assert seen == [2]
@@ -84,7 +84,7 @@ def test_a_rank_fails_instead_of_its_step(injector, error):
         walk(injector(count))
 
 
-def test_signals_are_sent_as_often_as_asked():
+def test_signals_are_sent_several_times():
     seen = []
     before = signal.signal(signal.SIGUSR1, lambda *_: seen.append(1))
     try:
@@ -201,8 +201,8 @@ def test_a_fault_reaches_routed_outputs_and_parameters_that_are_shown_cast(fault
         (hidden @ weight.T).sum().backward()
         return state, math.isfinite(tk.grad_norm(tk.get_parameters([model]), axis=SOLO))
 
-    spoiled = getattr(faults, fault)(2, [model])(step)
-    found = [spoiled(TrainState(step=done), None)[1] for done in range(3)]
+    faulty = getattr(faults, fault)(2, [model])(step)
+    found = [faulty(TrainState(step=done), None)[1] for done in range(3)]
     assert found == [True, False, True]
 
 
@@ -270,7 +270,7 @@ def test_a_part_that_is_not_contiguous_is_written_too():
 # ------------------------------------------------------------------------------------------- files
 
 
-def test_files_are_damaged_as_asked(tmp_path):
+def test_files_are_damaged(tmp_path):
     path, other = tmp_path / "a", tmp_path / "b"
     content = os.urandom(10_000)
     path.write_bytes(content)

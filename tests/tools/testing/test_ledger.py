@@ -14,17 +14,17 @@ from trainkit.models.config import parameter_shapes
 from trainkit.tools.testing import run_ranks
 from trainkit.tools.testing.builtin import ROWS, SHALLOW, decoder_batch, decoder_of, decoder_plan
 from trainkit.tools.testing.cases import LayoutCase
-from trainkit.tools.testing.deal import deal_batch
+from trainkit.tools.testing.distribute_batch import distribute_batch
 from trainkit.tools.testing.ledger import Collective, CollectiveLedger, count_collectives
 from trainkit.tools.testing.train import certificate_optimizer, certificate_weights
 from trainkit.types import Layout
 
 LAYERS = SHALLOW.layers
-UNITS = LAYERS + 1  # of FSDP: the blocks, and what is left
+UNITS = LAYERS + 1  # of FSDP: the blocks, and the other modules as one
 PARAMETERS = sum(map(math.prod, parameter_shapes(SHALLOW).values()))
-TENSORS = 11 * LAYERS + 3  # each has a number that says who has its gradient, in 8 bytes
-ORDER = 16  # two more compare the order of gathers
-ROUNDS = ROWS // 2  # microbatches where all rows are one rank's
+TENSORS = 11 * LAYERS + 3  # each has a flag of 8 bytes: the ranks that have its gradient
+ORDER = 16  # two more numbers compare the order of gathers
+ROUNDS = ROWS // 2  # microbatches where all ranks have all rows
 TWO = [
     LayoutCase(Layout(dp_shard=2)),
     LayoutCase(Layout(dp_shard=2, reduce="each")),
@@ -54,14 +54,15 @@ def ledgers_of(case):
         run = tk.make_forward_backward(
             stages, next_token_linear, reduce=case.layout.reduce, call=tk.call_with_noise
         )
-        batches = deal_batch(decoder_batch(0), ps.data_shard, rows_per_microbatch=4 // case.world)
+        rows = 4 // case.world
+        batches = distribute_batch(decoder_batch(0), ps.data_shard, rows_per_microbatch=rows)
 
         def finish():
             tk.sync_sp_grads(params, ps.sp_unfolded)
             tk.clip_and_step(params, optimizer, lr=0.1, max_norm=1.0, axis=ps.pp)
 
         tokens = tk.all_sum(tk.count_valid_tokens(batches), ps.loss)
-        run(batches, denominator=tokens)  # what the first step sets up is not in the second
+        run(batches, denominator=tokens)  # so that set-up is not in the counted step
         finish()
         first = count_collectives(lambda: run(batches, denominator=tokens), ps)
         return first, count_collectives(finish, ps)

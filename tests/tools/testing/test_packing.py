@@ -1,4 +1,4 @@
-"""Packed documents against each alone: who leaks is found, by how much, and is not trained."""
+"""Packed documents compared with each alone: leaks are found and measured, and not trained."""
 
 from functools import partial
 
@@ -11,9 +11,10 @@ import trainkit as tk
 from trainkit import losses
 from trainkit.batch import batch_from_rows
 from trainkit.mesh import solo_parallel
+from trainkit.models import build_decoder
 from trainkit.parallel.packing_leaks import leaks, refuse_leaks
 from trainkit.tools.testing import LayoutCase, PackingError, certify, check_packing
-from trainkit.tools.testing.builtin import CONFIG, decoder_batch, decoder_of
+from trainkit.tools.testing.builtin import CONFIG, decoder_batch
 from trainkit.tools.testing.certificate import format_markdown, format_text
 from trainkit.types import ConfigError
 
@@ -82,12 +83,14 @@ def test_documents_are_compared_alone_and_the_model_stays_as_it_is():
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
 
 
-def test_a_leak_is_told_with_its_document_and_its_size():
-    with pytest.raises(PackingError, match=r"Model computes document 1 of row 0 .5 tokens") as told:
+def test_a_leak_is_named_with_its_document_and_its_size():
+    with pytest.raises(
+        PackingError, match=r"Model computes document 1 of row 0 .5 tokens"
+    ) as error:
         check_packing(Model(mean_before), call, batch=packed_rows())
-    assert "4 of 6 documents are off" in str(told.value)
-    assert "max_documents=1" in str(told.value)
-    assert told.value.got > 0.01
+    assert "4 of 6 documents are off" in str(error.value)
+    assert "max_documents=1" in str(error.value)
+    assert error.value.got > 0.01
     assert check_packing(Model(mean_before), call, batch=packed_rows((16,))).documents == 2
 
 
@@ -109,7 +112,8 @@ def test_without_a_batch_one_is_made_for_the_first_embedding():
 def test_padding_inside_of_documents_is_not_compared():
     batch = decoder_batch(0)  # aligned to 16, with padding
     assert (batch.document_ids < -1).any()
-    assert check_packing(decoder_of(attrs.evolve(CONFIG, layers=1)), batch=batch).output < 1e-13
+    model = build_decoder(attrs.evolve(CONFIG, layers=1), seed=0)
+    assert check_packing(model, batch=batch).output < 1e-13
 
 
 # ------------------------------------------------------------------------------- transformers
@@ -224,7 +228,7 @@ def test_a_model_is_tried_once_and_again_for_another_call_only_if_it_leaks():
 
 
 def test_a_batch_that_says_no_documents_leaves_the_model_to_be_tried_with_a_later_one():
-    """A short one, or one without spans, tells nothing; the model must not be taken for sound."""
+    """A short batch, or one without spans, shows nothing; the model must not count as sound."""
     leaky = Model(mean_before)
     packed = packed_rows()
     run = partial(

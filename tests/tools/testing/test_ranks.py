@@ -38,7 +38,7 @@ def _fail_on(bad):
 
 
 def _catch_echo_late(bad):
-    """The failing rank breaks its connections a while before it says why."""
+    """The failing rank breaks its connections a while before it reports the cause."""
     if dist.get_rank() == bad:
         try:
             raise KeyError("the first cause")
@@ -97,8 +97,8 @@ def test_results_come_by_rank_and_tensors_travel_as_copies():
 
 
 def test_ranks_look_for_no_script_that_came_through_a_pipe(monkeypatch):
-    for name, said in {"__file__": "<stdin>", "__spec__": None}.items():
-        monkeypatch.setitem(vars(sys.modules["__main__"]), name, said)
+    for name, value in {"__file__": "<stdin>", "__spec__": None}.items():
+        monkeypatch.setitem(vars(sys.modules["__main__"]), name, value)
     assert run_ranks(dist.get_rank, 1) == [0]
 
 
@@ -109,12 +109,12 @@ def test_a_partial_works_and_a_world_of_one():
 @pytest.mark.parametrize("fail", [_fail_on, _catch_echo_late])
 @pytest.mark.parametrize("bad", [0, 2])
 def test_the_first_cause_is_raised_with_rank_type_and_traceback(fail, bad):
-    begin = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(RankError, match=f"rank {bad} of 3: KeyError: 'the first cause'") as caught:
         run_ranks(fail, 3, bad, timeout=30)
     assert caught.value.rank == bad
     assert fail.__name__ in caught.value.text
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize(
@@ -126,11 +126,11 @@ def test_a_rank_that_dies_is_named(how, end):
         run_ranks(_die, 2, how, timeout=30)
 
 
-def test_a_hang_ends_at_the_timeout_and_says_who_and_where():
-    begin = time.monotonic()
+def test_a_hang_ends_at_the_timeout_and_is_named_with_its_stacks():
+    start = time.monotonic()
     with pytest.raises(RankError, match=r"after 1 s still running: rank 0, 1 of 2") as caught:
         run_ranks(_sleep_a_day, 2, timeout=1)
-    assert time.monotonic() - begin < 8
+    assert time.monotonic() - start < 8
     assert "in _sleep_a_day" in caught.value.text
 
 

@@ -13,6 +13,7 @@ from trainkit import hub
 from trainkit.batch import batch_from_rows
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, build_decoder, call_model, call_routed
+from trainkit.models.config import Sliding
 from trainkit.models.decoder import whole_logits
 from trainkit.models.decoder_sizes import config_from_facts, list_decoder_sizes, make_decoder_config
 from trainkit.parallel import build_stages, check_layout
@@ -222,6 +223,11 @@ def test_every_size_has_a_family_that_computes_it(name):
     )
     if config.layers * (config.experts.count if config.experts else 1) < 10_000:
         make_family_links(found, config)
+
+
+def test_a_window_in_no_layer_is_no_window():
+    sliding = Sliding(window=8, first=99)
+    assert match_family(make_decoder_config("tiny", sliding=sliding)).model_type == "llama"
 
 
 def test_a_decoder_of_no_family_is_told_why_of_each():

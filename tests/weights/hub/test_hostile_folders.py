@@ -1,7 +1,9 @@
 """Damaged and hostile folders are rejected by name, before memory is allocated."""
 
+import contextlib
 import functools
 import json
+import math
 import os
 import resource
 from pathlib import Path
@@ -10,7 +12,7 @@ import attrs
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from weights.hub import tiny
+from weights.hub import published, tiny
 
 from trainkit import hub
 from trainkit.models import DecoderConfig, init_weights
@@ -22,6 +24,7 @@ from trainkit.weights.hub.links import get_foreign_shapes
 CONFIG = DecoderConfig(vocab_size=64, width=16, layers=2, heads=2, kv_heads=2, mlp_width=32)
 NAME = "model.layers.0.self_attn.q_proj.weight"
 OLD = {"rope_parameters": None}
+RARE_KEYS = ("rope_scaling", "rope_parameters", "sliding_window", "layer_types", "auto_map")
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
 INDEX = "model.safetensors.index.json"
 
@@ -156,6 +159,21 @@ def test_every_problem_of_a_config_is_told_at_once(folder):
 def test_a_config_that_is_not_computed_is_refused(tmp_path, changes, match):
     with pytest.raises(ConfigError, match=match):
         hub.open_folder(make_folder(tmp_path / "folder", changes=changes))
+
+
+ODD = [None, True, -1, 2.5, math.inf, math.nan, 10**30, "x", [], {}, [1], ["x"], {"a": 1}]
+
+
+@pytest.mark.parametrize("name", published.FORMS)
+def test_no_value_of_a_key_raises_another_error(name):
+    values = published.shrunk(name)
+    tables = {key: x for key, x in values.items() if isinstance(x, dict)}
+    for odd in ODD:
+        changed = [values | {key: odd} for key in {*values, *RARE_KEYS}]
+        changed += [values | {k: x | {inner: odd}} for k, x in tables.items() for inner in x]
+        for hostile in changed:
+            with contextlib.suppress(ConfigError):
+                hub.read_decoder_config(hostile)
 
 
 LONG = {"type": "yarn", "short_factor": [1.0] * 8, "long_factor": [2] * 8}

@@ -109,7 +109,8 @@ def _add_matrix_noise(
             torch.full((), scale, dtype=torch.float32, device=codes.device),
             _find_first_row(codes),
         )
-        module.noises = {**vars(module).get("noises", {}), name.rpartition(".")[2]: noise}
+        noises = vars(module).setdefault("noises", {})  # experts have three matrices
+        noises[name.rpartition(".")[2]] = noise
     try:
         yield
     finally:

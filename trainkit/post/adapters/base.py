@@ -81,6 +81,7 @@ def adapter_facts(stages: Sequence[nn.Module] | nn.Module, *, axis: Axis) -> dic
     local_formats = {
         name: spec.form for stage in stages for name, spec in get_quantizations(stage).items()
     }
+    # Ranks with other pipeline stages have other modules.
     by_json: dict[bytes, Any] = {}  # the same specification may come from several ranks
     modules: dict[str, set[str]] = {}
     for loras, formats in all_gather_objects([local_loras, local_formats], axis):

@@ -28,7 +28,7 @@ from trainkit.types import CheckpointError, ConfigError, Weights
 from trainkit.weights.checkpoint.export import describe_origin, split_into_row_boxes, write_weights
 from trainkit.weights.checkpoint.load import read_facts
 from trainkit.weights.checkpoint.manifest import find_checkpoint
-from trainkit.weights.checkpoint.reading import reader
+from trainkit.weights.checkpoint.reading import read_box
 from trainkit.weights.checkpoint.run_state import hash_tensor_box
 from trainkit.weights.checkpoint.sources import read_model_tensors
 from trainkit.weights.checkpoint.tensor_files import Stored
@@ -74,11 +74,13 @@ def read_adapters(checkpoint: Path | str, *, name: str | None = None) -> SavedAd
     path = find_checkpoint(checkpoint)
     facts = read_facts(path, needs=["adapters"])
     loras = tuple(Lora(**one) for one in facts["adapters"])
-    stored = read_model_tensors(path)
-    read = reader(stored)
-    tensors = {key: read(key, x.shape, (0,) * len(x.shape)) for key, x in stored.items()}
+    # All in memory: a checkpoint without its base holds little.
+    tensors = {
+        key: read_box(x, x.shape, (0,) * len(x.shape))
+        for key, x in read_model_tensors(path).items()
+    }
     names = sorted({split_name(key)[1] for key in tensors if f".{CHILD}." in key})
-    if len(names) != 1 and name not in names:
+    if len(names) != 1 and name not in names:  # a single one needs no name
         raise CheckpointError(
             f"read_adapters: {path} holds the adapters {names or 'of none'}, not "
             f"{name or 'a single one'}; name one of them",
@@ -143,6 +145,7 @@ def export_peft(
     saved = read_adapters(path, name=name)
     config = config_from_facts(read_facts(path, needs=["model"])["model"])
     base = base or saved.facts.get("base_from")
+    # Several families may compute what the decoder does; the base's folder names the right one.
     if family is not None:
         base_family = get_family(family, where="family")
     elif base and is_hf_folder(base):
@@ -203,6 +206,7 @@ def merge_run(checkpoint: Path | str, *, base: str | None = None) -> Weights:
         raise ConfigError("merge_run: the run does not say where its base is; name it: --base")
     weights = open_base_weights(source)
     config = config_from_facts(read_facts(path, needs=["model"])["model"])
+    # The base as the run saw it: what it trained in full was in its checkpoints, and not hashed.
     shapes = parameter_shapes(config)
     frozen = {key: shape for key, shape in shapes.items() if key not in saved.whole}
     if saved.facts["quantized"]:
@@ -231,6 +235,7 @@ def _hash_weights(
         for shape, offset in split_into_row_boxes(tuple(full_shape), _MAX_ELEMENTS):
             values = weights(name, shape, offset)
             values = values if dtype is None else values.to(dtype)
+            # A sum over elements, so that boxes can be hashed in any order.
             total += hash_tensor_box(f"model/{name}", values, shape=full_shape, offset=offset)
     return f"{total & MASK64:016x}"
 
@@ -259,10 +264,13 @@ def merge_weights(saved: SavedAdapters, base: Weights) -> Weights:
     def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
         if name in saved.whole:
             return narrow_to_box(saved.whole[name], shape, offset)
+        # An adapter goes by its matrix: "layers.0.mlp.up", and of experts "...experts.up".
         factors = saved.held.get(name) or saved.held.get(name.removesuffix(".weight"))
         if factors is None:
             return base(name, shape, offset)
-        *experts, rows, columns = map(slice, offset, map(sum, zip(offset, shape, strict=True)))
+        *experts, rows, columns = (
+            slice(start, start + size) for start, size in zip(offset, shape, strict=True)
+        )
         if factors.lengths is None:
             weight = base(name, shape, offset)
             a = factors.a[(*experts, slice(None), columns)]

@@ -65,7 +65,7 @@ class _Rounding:
 
     def round_activation(self, x: Tensor) -> Tensor:
         """Round the input of a layer, whose features may be sharded."""
-        if self.activations == "fp8_row":
+        if self.activations == "fp8_row":  # a row is a token: each has a scale
             largest = all_max(largest_of(x, rows=True), self.inputs)
             return quantize_dequantize(x, "fp8_row", largest=largest)
         # int8 per token, asymmetric, as torchao does it: codes from -128 to 127 for the range from
@@ -171,7 +171,7 @@ class Fake(nn.Module):
             x = _round_straight_through(x, self.fake.round_activation)
         return nn.functional.linear(x, weight, self.bias)
 
-    def cut_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
+    def shard_by_style_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
         """Record which side of the weight tensor parallelism shards.
 
         Effects:
@@ -180,7 +180,7 @@ class Fake(nn.Module):
         Raises:
             ConfigError: The ranks' parts of the side are not whole blocks of the format.
         """
-        dim = style.cuts.get("weight")
+        dim = style.shard_dims.get("weight")
         form = self.fake.weights
         if dim is None:
             return style
@@ -278,7 +278,9 @@ def quantize_model_(
     """
     device = next(model.parameters()).device.type
     # torchao multiplies in float8 on GPUs only.
-    known = [("int4", None), ("int4", "int8"), *([("fp8_row",) * 2] if device == "cuda" else [])]
+    known = [("int4", None), ("int4", "int8")]
+    if device == "cuda":
+        known.append(("fp8_row", "fp8_row"))
     if (weights, activations) not in known:
         raise ConfigError(
             f"quantize_model_: torchao quantizes weights and activations on {device} to "

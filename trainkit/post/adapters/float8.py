@@ -142,7 +142,7 @@ def float8(scaling: Scaling = "rowwise_with_gw_hp", *, modules: str | None = Non
             )
         layers, left_out = choose_layers(module, modules, by="float8", problem=_find_problem)
         for name, layer in layers.items():
-            # `tensor`, which comes later, records the axes of the sides: `cut_`.
+            # `tensor`, which comes later, records the axes of the sides: `shard_by_style_`.
             settings = _LayerSettings(
                 name, _RECIPES[scaling], inputs=SOLO, outputs=SOLO, tokens=ps.sp
             )
@@ -185,7 +185,7 @@ class Float8(nn.Module):
         y = multiply(x.flatten(0, -2), weight, self.float8).view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
-    def cut_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
+    def shard_by_style_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
         """Record which side of the weight tensor parallelism shards.
 
         Effects:
@@ -194,7 +194,7 @@ class Float8(nn.Module):
         Raises:
             ConfigError: 16 does not divide this rank's part of the side.
         """
-        dim = style.cuts.get("weight")
+        dim = style.shard_dims.get("weight")
         if dim is None:
             return style
         local_size = self.weight.shape[dim] // axis.count

@@ -284,9 +284,8 @@ def scales_of(rounded: Tensor, levels: Tensor) -> Tensor:
         >>> scales_of(torch.tensor([[0, 2]], dtype=torch.uint8), torch.tensor([[[1.0, 0.5]]]))
         tensor([[1., 2.]])
     """
-    least, step = (
-        x.repeat_interleave(NF4_GROUP, -1)[..., : rounded.shape[-1]] for x in levels.unbind(-1)
-    )
+    per_scale = levels.repeat_interleave(NF4_GROUP, -2)[..., : rounded.shape[-1], :]
+    least, step = per_scale.unbind(-1)
     return least + rounded * step
 
 
@@ -388,9 +387,10 @@ def largest_of(x: Tensor, *, rows: bool) -> Tensor:
         >>> largest_of(torch.tensor([[1.0, -2.0], [0.0, 0.5]]), rows=True).flatten()
         tensor([2.0000, 0.5000])
     """
+    dims = (-1,) if rows else (-2, -1)
     if not x.numel():  # amax() raises over no elements
-        return x.new_zeros((*x.shape[:-1], 1) if rows else (*x.shape[:-2], 1, 1))
-    return x.abs().amax((-1,) if rows else (-2, -1), keepdim=True)
+        return x.sum(dims, keepdim=True)
+    return x.abs().amax(dims, keepdim=True)
 
 
 def _e4m3(x: Tensor) -> Tensor:

@@ -122,15 +122,19 @@ def apply_freeze_(stages: Iterable[nn.Module], frozen: Collection[str]) -> None:
     named: dict[str, list[nn.Parameter]] = {}
     for name, p in get_named_parameters(stages).items():
         named.setdefault(name.removesuffix(COPY_SUFFIX), []).append(p)
-    lost = [name for name, ps in named.items() if name not in frozen and any(map(is_base, ps))]
+    lost = [
+        name
+        for name, parameters in named.items()
+        if name not in frozen and any(map(is_base, parameters))
+    ]
     if lost:
         raise ConfigError(
             f"apply_freeze_: {shorten(lost)} would be trained, and is of a base that no "
             "checkpoint holds; leave exclude_frozen_ out, or keep it frozen",
             where=lost[0],
         )
-    for name, ps in named.items():
-        for p in ps:
+    for name, parameters in named.items():
+        for p in parameters:
             p.requires_grad_(name not in frozen)
     for reducer in reducers:
         for _, module in reducer.fsdp:

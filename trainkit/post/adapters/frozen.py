@@ -309,7 +309,7 @@ class _QuantizedModule(nn.Module):
     packings: dict[str, QuantizationSpec]
     fills: dict[str, Fill]
 
-    def cut_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
+    def shard_by_style_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
         """Return the style with scales sharded where it shards the rows of a matrix.
 
         Effects:
@@ -317,9 +317,9 @@ class _QuantizedModule(nn.Module):
             for communication.
         """
         for key, packing in self.packings.items():
-            if style.cuts.get(key) == 0:
+            if style.shard_dims.get(key) == 0:
                 style = _with_scales(style, key)
-            elif key in style.cuts:
+            elif key in style.shard_dims:
                 # Scales stay whole: a shard of columns need not start at a block's start.
                 num_columns = packing.shape[-1] // axis.count
                 self.packings[key] = attrs.evolve(packing, first=axis.index * num_columns)
@@ -360,7 +360,7 @@ def _multiply(module: Any, name: str, x: Tensor, multiply: Multiply) -> Tensor:
 
 @cache  # all layers of a style share one object
 def _with_scales(style: ParallelStyle, key: str) -> ParallelStyle:
-    return attrs.evolve(style, cuts={**style.cuts, key + SCALES: 0})
+    return attrs.evolve(style, shard_dims={**style.shard_dims, key + SCALES: 0})
 
 
 class _Grouped:

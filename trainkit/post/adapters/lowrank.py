@@ -211,20 +211,24 @@ class LowRank(Adapter):
     @cache  # all layers of a style share one object
     def derive_style(style: ParallelStyle) -> ParallelStyle:
         """Return the adapter's own style for tensor parallelism, from the style of its matrix."""
-        cut = style.cuts.get("weight")
+        cut = style.shard_dims.get("weight")
         if cut is None:
-            return ParallelStyle(partial=style.partial, sequence=style.sequence)
+            return ParallelStyle(
+                partial_grads=style.partial_grads, sequence_sharded=style.sequence_sharded
+            )
         cuts = {"b": 0, "magnitude": 0} if cut == 0 else {"a": 1}
-        return ParallelStyle(cuts=cuts, partial=True, sequence=style.sequence)
+        return ParallelStyle(
+            shard_dims=cuts, partial_grads=True, sequence_sharded=style.sequence_sharded
+        )
 
-    def cut_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
+    def shard_by_style_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
         """Take part in tensor parallelism by a style of `derive_style`, which is returned.
 
         Effects:
             From here on the forward pass communicates on `axis` where inputs or tokens are sharded.
         """
         self.axis = axis
-        self.cuts_inputs = "a" in style.cuts
+        self.cuts_inputs = "a" in style.shard_dims
         return style
 
     def forward(self, x: Tensor, y: Tensor, module: nn.Module) -> Tensor:

@@ -23,7 +23,7 @@ from trainkit.post.adapters.frozen import EXPERT_WEIGHTS
 from trainkit.post.adapters.lowrank import Lora, split_name
 from trainkit.types import CheckpointError, ConfigError, Weights
 from trainkit.weights.checkpoint.boxes import shorten
-from trainkit.weights.checkpoint.reading import reader
+from trainkit.weights.checkpoint.reading import read_box
 from trainkit.weights.checkpoint.safe_files import read_bounded
 from trainkit.weights.checkpoint.tensor_files import parse_untrusted_table, safetensors_file
 from trainkit.weights.hub.families import Family
@@ -226,6 +226,7 @@ def to_peft(
     rank = Counter(ranks.values()).most_common(1)[0][0]
     alpha = Counter(alphas.values()).most_common(1)[0][0]
     packed = [module for module in ranks if ".experts." in module]
+    # Other settings have PEFT's defaults, which change nothing that is computed.
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -338,6 +339,7 @@ def _collect_full_modules(
         for name, links in links_by_name.items()
         if any(link.ours.name in whole for link in links)
     }
+    # PEFT saves a module with all of its parameters, so all must be trained, weight and bias.
     tensors: dict[str, Tensor] = {}
     for name, links in links_by_name.items():
         module = name.rpartition(".")[0]
@@ -404,9 +406,10 @@ def read_peft(folder: Path | str, family: Family, config: DecoderConfig) -> Peft
         read_bounded(folder / CONFIG, _MAX_CONFIG_BYTES, shared=True), folder / CONFIG
     )
     _check_settings(settings, folder / CONFIG)
-    stored = safetensors_file(folder / TENSORS)
-    read = reader(stored)
-    tensors = {name: read(name, x.shape, (0,) * len(x.shape)) for name, x in stored.items()}
+    tensors = {
+        name: read_box(x, x.shape, (0,) * len(x.shape))
+        for name, x in safetensors_file(folder / TENSORS).items()
+    }
     modules = _map_modules(family, config)
     parts_by_module, problems = _group_by_module(tensors, modules, config)
     factors: dict[str, LowRankFactors] = {}
@@ -495,7 +498,7 @@ def _group_by_module(
         # Some versions of PEFT write "lora_magnitude_vector.weight".
         plain = name.removesuffix(".weight") if "magnitude" in name else name
         suffix = next((suffix for suffix in _PARTS if plain.endswith(f".{suffix}")), None)
-        if suffix is None:
+        if suffix is None:  # a full parameter, of `modules_to_save`
             if "lora_" in name:
                 problems.append(f"{name} is of a kind that is not known here")
             continue
@@ -564,6 +567,7 @@ def _split_factors(
         )
         return {}
     rank = a.shape[-2]
+    # The scale depends on the rank, so a configuration of another rank is a mistake.
     expected_rank = _find_by_pattern(settings, "rank_pattern", module, settings.get("r", 8))
     if rank != expected_rank:
         problems.append(f"{module} has the rank {rank}, and {CONFIG} says {expected_rank}")
@@ -609,6 +613,7 @@ def _read_full_tensors(
 ) -> dict[str, Tensor]:
     """Return the full parameters of a folder by our names, and add to `problems`."""
     full = {name.removeprefix(_PREFIX): x for name, x in tensors.items() if "lora_" not in name}
+    # Our tied decoder has one parameter for embedding and head: both must be equal in the folder.
     if config.tied and "lm_head.weight" in full:
         head = full.pop("lm_head.weight")
         if not torch.equal(head, full.get("model.embed_tokens.weight", head[:0])):
@@ -640,6 +645,7 @@ def _make_loras(
     factors: Mapping[str, LowRankFactors], settings: Mapping[str, Any]
 ) -> Iterable[Lora]:
     """Yield a specification for all adapters of the same rank and scale."""
+    # PEFT has no dropout for experts, so these are groups of their own.
     groups: dict[tuple[int, float, bool], list[str]] = {}
     for name, x in factors.items():
         groups.setdefault((x.a.shape[-2], x.scale, x.a.ndim == 3), []).append(name)

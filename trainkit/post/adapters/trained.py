@@ -59,6 +59,7 @@ def build_trained_stages(
         Traceback (most recent call last):
         trainkit.types.CheckpointError: find_checkpoint: there is no checkpoint in ...
     """
+    # Exported folders and those of Hugging Face have no facts, and are whole models.
     has_facts = not is_hf_folder(path) and (Path(path) / "state.json").is_file()
     facts: Mapping[str, Any] = read_facts(path) if has_facts else {}
     source = base or facts["base_from"] if "base" in facts else path

@@ -165,6 +165,7 @@ def problems(
                 where="base",
             )
         )
+    # The first transforms of a plan are applied to the whole model, which costs nothing on meta.
     fsdp = Axis("fsdp", Share(0, layout.wrapped))  # transforms only read its size
     with torch.device("meta"):
         decoder: nn.Module = Decoder(model)
@@ -227,7 +228,7 @@ def _add_adapter_(matrix: _Matrix, name: str, spec: Lora, fill: Fill, base: Weig
     """Add an adapter to a matrix, and fill it if the model has its values, `base`."""
     module: Any = matrix.module
     tensors = [getattr(module, matrix.key, None), *module.parameters(), *module.buffers()]
-    like = next(x for x in tensors if isinstance(x, Tensor))
+    like = next(x for x in tensors if isinstance(x, Tensor))  # for the device and the dtype
     packing = get_quantization(module, matrix.key)
     dtype = like.dtype if packing is None else packing.dtype  # codes are bytes
     is_expert = matrix.key != "weight"

@@ -82,11 +82,12 @@ def make_choice_item(
         raise DataError("'choices' must be a list of texts that are not empty", got=choices)
     if len(choices) < 2:
         raise DataError(f"there must be two choices or more, got {len(choices)}", got=len(choices))
-    if type(answer) is not int or not 0 <= answer < len(choices):
+    if type(answer) is not int or not 0 <= answer < len(choices):  # true is no index
         raise DataError(
             f"'answer' must be the index of a choice, from 0 to {len(choices) - 1}, got {answer!r}",
             got=answer,
         )
+    # Encoded with the context each: the tokens at the boundary depend on both.
     pairs = [encode_continuation(tokenizer, text, choice, add_bos=add_bos) for choice in choices]
     return EvalItem(
         [make_example(*pair, context=context) for pair in pairs],
@@ -111,6 +112,7 @@ def make_choice_record(item: EvalItem, scored: Sequence[ExampleScores]) -> dict[
         ([-1.0, -2.0], {'plain': 0, 'per_token': 0, 'per_byte': 0}, ['per_token'])
     """
     logprobs = np.array([scores.logprob for scores in scored])
+    # Longer choices are less likely; both other measures correct for the length.
     values = {
         "plain": logprobs,
         "per_token": logprobs / item.metadata["tokens"],
@@ -122,6 +124,7 @@ def make_choice_record(item: EvalItem, scored: Sequence[ExampleScores]) -> dict[
         "greedy": [scores.greedy for scores in scored],
         "cut": sum(example.cut for example in item.examples),
         "best": {name: int(x.argmax()) for name, x in values.items()},
+        # A model that gives all choices one score would be right by the order of the choices.
         "ties": [name for name, x in values.items() if (x == x.max()).sum() > 1],
     }
 

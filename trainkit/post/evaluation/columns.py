@@ -143,12 +143,14 @@ def score_corpus(
             hint="score the corpus that it was made from",
         )
     all_columns = {**corpus.columns, **new_columns}
-    facts = {**facts, "context": context, "part_tokens": part_tokens}  # boundaries of parts, too
+    # A part that was scored with other facts, these included, is scored again.
+    facts = {**facts, "context": context, "part_tokens": part_tokens}
     folder = out.with_name(f"{out.name}.parts")
     parts = _list_parts(folder, corpus.offsets, part_tokens)
     on_first_rank = partial(_run_on_first_rank, axis)
     documents = iterate_documents(corpus)
     with ExitStack() as lock:  # entered within a lambda, on the first rank alone
+        # Two processes would delete each other's parts.
         on_first_rank(lambda: lock.enter_context(lock_output(out, function="score_corpus")))
         on_first_rank(lambda: _prepare_folder(folder, facts, log))
         reused = on_first_rank(
@@ -260,6 +262,7 @@ def _concat_parts(
     paths: Sequence[Path], out: Path, corpus: Any, columns: Mapping[str, Column]
 ) -> None:
     """Write the parts as one file, with the metadata of the corpus, and delete them."""
+    # Not checked again: they were written or verified a moment ago.
     parts = concat_corpora(open_tokens(path, check="none") for path in paths)
     write_corpus(
         out,
@@ -302,6 +305,7 @@ def _is_finished(path: Path, lengths: IntArray, log: Log) -> bool:
     if not path.is_file():
         return False
     try:
+        # In full: a file that an interruption left may be damaged anywhere.
         return np.array_equal(open_tokens(path, check="full").lengths, lengths)
     except DataError as error:
         log(f"computing a part again: {error}")
@@ -325,7 +329,7 @@ def _score_documents(
         values = [next(measured) for _ in windows]
         new_columns = {
             name: np.concatenate(
-                [
+                [  # the first token of a document has no context, and is no label
                     np.zeros((min(1, len(sample.tokens)), *column.inner), column.dtype),
                     *(x[name].astype(column.dtype) for x in values),
                 ]

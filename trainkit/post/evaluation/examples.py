@@ -90,6 +90,7 @@ def make_rolling_windows(ids: Sequence[int], *, prefix: int, context: int) -> li
         [([0, 1, 2, 3], 3), ([2, 3, 4, 5], 2)]
     """
     check_range("make_rolling_windows", at_least=1, context=context)
+    # With the prefix, token i of the text is at i + 1, and its context ends at i.
     tokens = np.concatenate([[prefix], np.asarray(ids, np.int64)]).astype(np.int64)
     ends = [min(start + context, len(ids)) for start in range(0, len(ids), context)]
     starts = [0, *ends[:-1]]
@@ -148,7 +149,9 @@ def encode_continuation(
     if context_ids:
         return context_ids, ids[len(context_ids) :]
     prefix = get_prefix_id(tokenizer)
-    return ([prefix], ids) if ids[:1] != [prefix] else (ids[:1], ids[1:])
+    if ids[:1] == [prefix]:  # a BOS that the tokenizer has added is the prefix
+        return ids[:1], ids[1:]
+    return [prefix], ids
 
 
 def encode_with_bos(tokenizer: Tokenizer, text: str, *, add_bos: bool) -> list[int]:

@@ -128,6 +128,7 @@ class _Requests:
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
+        # lm-eval passes False for a text without context, and prepends the prefix itself.
         add_bos = self.add_bos and add_special_tokens is not False
         return encode_with_bos(self.own_tokenizer, string, add_bos=add_bos)
 
@@ -135,6 +136,7 @@ class _Requests:
         examples = [make_example(a, b, context=self.context) for _, a, b in requests]
         self.cut += sum(example.cut > 0 for example in examples)
         results = [(scores.logprob, scores.greedy) for scores in self.score(examples)]
+        # lm-eval's own cache of results, if it is on.
         for request, result in zip(requests, results, strict=True):
             self.cache_hook.add_partial("loglikelihood", request[0], result)
         return results
@@ -151,6 +153,7 @@ class _Requests:
             )
             for request in requests
         ]
+        # One call for all windows, so that they are packed into full batches.
         scores = iter(self.score([window for of_text in windows for window in of_text]))
         logprobs = [sum(next(scores).logprob for _ in of_text) for of_text in windows]
         for request, logprob in zip(requests, logprobs, strict=True):
@@ -267,7 +270,7 @@ def open_tasks(names: Sequence[str], *, include: Path | str | None = None) -> An
     if include is not None and not Path(include).is_dir():
         raise ConfigError(f"open_tasks: there is no folder {include}", where="include")
     include_path = None if include is None else str(include)
-    for include_defaults in (False, True):
+    for include_defaults in (False, True):  # lm-eval's own tasks take half a minute to load
         manager = TaskManager(include_path=include_path, include_defaults=include_defaults)
         missing = [x for x in names if not (Path(x).is_file() or manager.match_tasks([x]))]
         if not missing:

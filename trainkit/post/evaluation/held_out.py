@@ -62,6 +62,7 @@ def make_evaluator(
     device = compute_device(stages[0])
 
     def evaluate_held_out() -> dict[str, Any]:
+        # Made anew each time, as an iterator: no batch stays on the device between evaluations.
         batches = make_eval_batches(
             rows, rows_per_batch=rows_per_batch, data_shard=stages.data_shard, device=device
         )

@@ -19,7 +19,7 @@ from trainkit.types import SOLO, Axis, DataError, check_range
 
 Records = Sequence[Mapping[str, Any]]
 _FORM = {"form": "trainkit results 2"}
-_HASH = b',"hash":"'
+_HASH = b',"hash":"'  # after the last value of a line
 
 
 def score_in_groups(
@@ -159,7 +159,7 @@ def read_results(path: Path | str) -> list[dict[str, Any]]:
 def _seek_end(file: BinaryIO, path: Path, facts: Mapping[str, Any]) -> int:
     """Truncate the file after its last complete line; return its number of records."""
     header = _format_record({**_FORM, **facts})
-    first_line = file.readline()
+    first_line = file.readline()  # incomplete if the first write was interrupted
     count = end = 0
     if first_line.endswith(b"\n"):
         file.seek(0)

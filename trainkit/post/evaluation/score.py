@@ -205,6 +205,7 @@ def _make_compute(
         ends = _find_starts(bins) + lengths
         scored = [slice(end - x.scored, end) for end, x in zip(ends, examples, strict=True)]
         # One more label at the end, where the token_index of padding, -1, points.
+        # Labels of the flattened rows: only scored tokens have one.
         labels = np.full(len(bins) * capacity + 1, IGNORED_LABEL)
         for example, positions in zip(examples, scored, strict=True):
             labels[positions] = example.ids[-example.scored :]
@@ -246,7 +247,7 @@ def _measure_rows(
     device = compute_device(stages[0])
     is_last = get_stage_places(stages, stages.pp)[-1].last
     table = torch.zeros(width, len(labels) - 1, dtype=torch.float64, device=device)
-    inputs = make_corpus(example.ids[:-1] for example in examples)
+    inputs = make_corpus(example.ids[:-1] for example in examples)  # the last token is a label
     with use_eval_mode(stages):
         for batch_rows in rows:
             batch = collate_bins(inputs, bins, batch_rows, row_positions=batch_rows)
@@ -339,7 +340,9 @@ def _find_top_k(output: Any, labels: Tensor, *, top_k: int, temperature: float) 
     if isinstance(output, Tensor):
         _check_top_k(top_k, output.shape[-1])
         flat = (output.detach().flatten(0, -2).float() / temperature).log_softmax(-1)
-        values = torch.cat([x.float() for x in likeliest(flat, top_k, SOLO)], dim=-1)
+        # As floating-point numbers, ids share a tensor with the log-probabilities.
+        ids, logprobs = likeliest(flat, top_k, SOLO)
+        values = torch.cat([ids.float(), logprobs.float()], dim=-1)
     else:
         hidden, weight, axis, softcap = Hidden(*output)
         axis = make_vocabulary_axis(weight, axis)

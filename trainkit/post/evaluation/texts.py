@@ -102,6 +102,7 @@ def make_text_item(
         example = make_example(context_ids, continuation_ids, context=context)
         return EvalItem([example], {"tokens": len(continuation_ids)})
     text = get_text(record, field)
+    # The prefix, BOS or else EOS, stands before the first window, and is not scored.
     ids = encode_with_bos(tokenizer, text, add_bos=False)
     return EvalItem(
         make_rolling_windows(ids, prefix=get_prefix_id(tokenizer), context=context),
@@ -185,12 +186,12 @@ def perplexity(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         >>> perplexity([{"logprob": -2 * math.log(2), "tokens": 2, "words": 1, "bytes": 4}])
         {'documents': 1, 'tokens': 2, 'words': 1, 'bytes': 4, 'token_perplexity': 2.0, ...
     """
-    texts = [record for record in records if "bytes" in record]
+    texts = [record for record in records if "bytes" in record]  # and no pairs
     tokens = sum(record["tokens"] for record in texts)
     words = sum(record["words"] for record in texts)
     num_bytes = sum(record["bytes"] for record in texts)
     logprob = math.fsum(record["logprob"] for record in texts)
-    if not tokens:
+    if not tokens:  # texts may be empty
         raise DataError("perplexity: there is no text with a token", got=len(texts))
     return {
         "documents": len(texts),

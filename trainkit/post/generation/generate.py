@@ -128,7 +128,8 @@ def generate(
     model, call = _split_stages(stages_or_model, call)
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     row_ids = range(len(prompts)) if row_ids is None else row_ids
-    _check_prompts(prompts, model, context, vocab_size, max_new_tokens=max_new_tokens, slide=slide)
+    # Everything is checked before the model runs.
+    _check_rows(prompts, model, context, vocab_size, max_new_tokens=max_new_tokens, slide=slide)
     if len(row_ids) != len(prompts):
         raise ValueError(
             f"generate: got {len(prompts)} prompts but {len(row_ids)} row_ids; give one per prompt"
@@ -167,6 +168,7 @@ def _split_stages(
 ) -> tuple[nn.Module, Call | None]:
     """Return the first module, and a call that runs a batch through it or through all stages."""
     if isinstance(stages_or_model, Stages):
+        # The first stage stands for the device and the modes of all; the call runs each of them.
         return stages_or_model[0], call or make_call(stages_or_model, sharded=sharded)
     return stages_or_model, call
 
@@ -268,7 +270,7 @@ def sample_text(
         slide=True,
         sampling=Sampling(temperature=temperature, seed=seed),
         stop_ids=[tokenizer.eos_id],
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=tokenizer.vocab_size,  # the model's may be rounded up
         call=call,
     )
     return tokenizer.decode([*prompt, *completion.ids])
@@ -405,9 +407,7 @@ def generate_sharded(
     newest: list[Mapping[str, Any]] = []
     if axis.count > 1 and prompts:
         # All ranks check all prompts: a rank that raised alone would leave the others waiting.
-        _check_prompts(
-            prompts, model, context, vocab_size, max_new_tokens=max_new_tokens, slide=slide
-        )
+        _check_rows(prompts, model, context, vocab_size, max_new_tokens=max_new_tokens, slide=slide)
         # A rank without a prompt of its own runs the first one, to take part in the collectives.
         indices = range(axis.index, len(prompts), axis.count) or [0]
         announced = _announce_calls(call, newest, axis)
@@ -472,7 +472,7 @@ class _Row:
         if token in self.stop_ids:
             self.ended = "stop_id"
             return False
-        self.ids.append(token)
+        self.ids.append(token)  # the stop token is no part of the completion
         if self.reader is not None:
             self._stream(self.reader.read(token))
             if self.reader.stopped:
@@ -513,7 +513,7 @@ class _Text:
         )
 
     def add_tokens(self, tokens: Tensor) -> _Text:
-        self.ids[:, self.end] = tokens
+        self.ids[:, self.end] = tokens  # in place: earlier texts of these rows are not used again
         return attrs.evolve(self, end=self.end + 1)
 
 
@@ -550,6 +550,8 @@ def _make_compute_logits(model: nn.Module, call: Call) -> _ComputeLogits:
         cache: KVCache | None = batch["cache"]
         if cache is not None and selected is not None:
             cache = cache.select_rows(selected)
+        # The cache must be one token behind. It is not in the first step; and in a sliding window
+        # the position of every token changes, so all keys are computed again.
         longest = text.end - min(text.starts)
         if cache is None or longest > context or not cache.end + 1 == text.end <= cache.length:
             batch = _make_window_batch(text, context, cache)
@@ -597,17 +599,20 @@ def _make_window_batch(text: _Text, context: int, previous: KVCache | None) -> d
     starts = max(lengths) - torch.tensor(lengths, device=device)
     length = min(text.ids.shape[1], context)
     all_slots = torch.arange(length, device=device)
+    seen = None  # bool [R, 1, 1, slots]; rows of equal length fill all slots, and need no mask
+    if len({*lengths}) > 1:
+        seen = (all_slots >= starts.unsqueeze(1))[:, None, None]
     cache = KVCache(
         length,
         end=max(lengths),
         rows=rows,
         slots=slots,
         last=torch.from_numpy(np.cumsum(lengths) - 1).to(device),
-        # bool [R, 1, 1, slots]: rows of equal length fill all slots, and need no mask.
-        seen=(all_slots >= starts.unsqueeze(1))[:, None, None] if len({*lengths}) > 1 else None,
+        seen=seen,
         keys={} if previous is None else previous.keys,
         values={} if previous is None else previous.values,
     )
+    # [T], row after row: prompts of different lengths are packed, and not padded.
     ids = text.ids[rows, text.end - max(lengths) + slots]
     batch = _make_batch(ids, lengths, torch.from_numpy(positions).to(device))
     return batch | {"cache": cache}
@@ -615,6 +620,7 @@ def _make_window_batch(text: _Text, context: int, previous: KVCache | None) -> d
 
 def _make_batch(ids: Tensor, lengths: Sequence[int], positions: Tensor) -> dict[str, Any]:
     """Return a batch of one row with several documents."""
+    # One row of all documents, each of which attends only to itself.
     spans = Spans(
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=ids.device),
         lengths=np.array(lengths),
@@ -631,7 +637,7 @@ def _make_batch(ids: Tensor, lengths: Sequence[int], positions: Tensor) -> dict[
 # ------------------------------------------------------------------------------------------- checks
 
 
-def _check_prompts(
+def _check_rows(
     prompts: Sequence[Sequence[int]],
     model: Any,
     context: int,
@@ -643,6 +649,7 @@ def _check_prompts(
     check_range("generate", at_least=0, max_new_tokens=max_new_tokens)
     check_range("generate", at_least=1, context=context)
     check_range("generate", at_least=1, vocab_size=vocab_size)
+    # Of a plain module the vocabulary is not known; its embedding then raises.
     num_tokens = getattr(getattr(model, "config", None), "vocab_size", None)
     for index, prompt in enumerate(prompts):
         if not hasattr(prompt, "__len__") or isinstance(prompt, str):

@@ -145,7 +145,7 @@ def sample_answers(
         sampling=Sampling(temperature=temperature, seed=seed),
         stop_ids=[stop_id],
         tokenizer=tokenizer,
-        row_ids=range(first, first + len(prompt_ids)),
+        row_ids=range(first, first + len(prompt_ids)),  # other noise for each rollout of a run
         call=call,
         axis=axis,
     )
@@ -221,6 +221,7 @@ def read_answers(
             # Engines run the last token through no layer. It is the input of no label, so any
             # choice does.
             choices += choices[-1:] * (count - len(choices))
+        # Consecutive records of a prompt are a group, over which advantages are normalized.
         previous = answers[-1] if answers else None
         if previous is None or (prompt, prompt_ids) != (previous.prompt, previous.prompt_ids):
             group += 1
@@ -243,7 +244,7 @@ def _read_answer(
     record: Mapping[str, Any], tokenizer: AnyTokenizer, vocab_size: int, index: int
 ) -> tuple[str, list[int], bool]:
     """Return (text, ids, truncated) of a record's answer."""
-    truncated = record.get("truncated")
+    truncated = record.get("truncated")  # None, in a record without it, is False
     stop_id = tokenizer.eos_id
     if truncated not in (None, False, True):
         raise DataError(
@@ -293,6 +294,7 @@ def _read_logprobs(record: Mapping[str, Any], ids: Sequence[int], index: int) ->
         )
     values = _read_token_values(record, "logprobs", [len(ids)], index)
     for position, value in enumerate(values):
+        # JSON's true is an int in Python, and NaN fails the comparison.
         is_number = isinstance(value, float | int) and not isinstance(value, bool)
         if not (is_number and -math.inf < value <= 0):
             raise DataError(
@@ -353,7 +355,7 @@ def _encode(text: str, name: str, tokenizer: AnyTokenizer, index: int) -> list[i
     """Encode a text, and raise DataError if it does not round-trip."""
     ids = [*tokenizer.encode(text)]
     decoded = tokenizer.decode(ids)
-    if decoded != text:
+    if decoded != text:  # a normalizing tokenizer, or one without some bytes
         raise DataError(
             f"read_answers: the {name} {text!r:.200} of record {index} comes back from its tokens "
             f"as {decoded!r:.200}: the reward would be for another text than the one that is "
@@ -406,7 +408,7 @@ def make_answer_reader(
     if isinstance(records, Path):
         records = [record for _, record in read_records(records)]
     iterator = iter(records)
-    position = 0
+    position = 0  # the index of the next record of the iterator
 
     def read_on_first_rank(index: int) -> list[dict[str, Any]]:
         nonlocal iterator, position
@@ -548,6 +550,7 @@ def make_answer_corpus(answers: Sequence[Answer], *, advantages: ArrayLike) -> T
         >>> corpus.loss_mask.tolist(), corpus.values["advantages"].tolist()
         ([0, 0, 1, 1], [0.0, 0.0, 2.0, 2.0])
     """
+    # One answer stands for all: a sampler gives every answer the same fields.
     columns = {"advantages": Column()}
     if answers[0].logprobs is not None:
         columns["sampler_logprobs"] = Column()
@@ -555,6 +558,7 @@ def make_answer_corpus(answers: Sequence[Answer], *, advantages: ArrayLike) -> T
         columns["choices"] = Column("int64", (len(answers[0].choices[0]),), of="token")
 
     def make_sample(index: int, answer: Answer, advantage: float) -> Sample:
+        # Answers need not come from read_answers, which checks this, too.
         largest = 0.0 if answer.logprobs is None else max(answer.logprobs)
         if largest > 0:
             raise DataError(

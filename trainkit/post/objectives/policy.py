@@ -242,12 +242,12 @@ def policy_gradient(
     check_range("policy_gradient", entropy_weight=entropy_weight)
 
     def policy(scores: TokenScores, columns: LabelColumns) -> Tensor:
-        losses, _ = _apply_surrogate(surrogate, scores, columns)
+        losses, _ = _apply_surrogate(surrogate, scores, columns)  # minus ratio times advantage
         if added.most_importance is not None:
             old = _get_column(scores, columns, "old_logprobs")
             sampler = _get_column(scores, columns, "sampler_logprobs")
             losses = losses * importance_weights(old, sampler, most=added.most_importance)
-        if added.kl is not None and added.kl_weight:
+        if added.kl is not None and added.kl_weight:  # a weight of 0 only reports it, below
             kl = _estimate_kl(added.kl, scores, columns, _REFERENCE)
             losses = losses + added.kl_weight * kl
         if entropy_weight:
@@ -287,6 +287,7 @@ def sequence_policy_gradient(
         >>> sequence_policy_gradient(ppo_clip(3e-4, 4e-4)).terms[:2]
         ('policy', 'policy/count')
     """
+    # Declared before the loss runs: ranks of a pipeline that do not run it report them, too.
     names = ["policy", "clipped", "old_kl"]
     names += ["kl"] if added.kl is not None else []
     names += ["truncated"] if added.most_importance is not None else []
@@ -348,7 +349,7 @@ def _estimate_kl(
     estimator: Estimator, scores: TokenScores, columns: LabelColumns, other: str
 ) -> Tensor:
     """Return the divergence from the log-probabilities of a column; 0 for an excluded word."""
-    is_excluded = scores.losses == torch.inf
+    is_excluded = scores.losses == torch.inf  # a log-probability of -inf
     return estimator(
         (-scores.losses).masked_fill(is_excluded, 0),
         _get_column(scores, columns, other).masked_fill(is_excluded, 0),
@@ -357,6 +358,7 @@ def _estimate_kl(
 
 def _estimate_old_kl(logprobs: Tensor, old: Tensor) -> Tensor:
     """Return `k3` of the old policy, which drew the tokens, from this one."""
+    # The tokens are samples of the old policy, which is therefore the first of the divergence.
     return k3(old, logprobs)
 
 
@@ -366,6 +368,7 @@ def _make_metrics(surrogate: Surrogate, added: PolicyOptions) -> dict[str, OfSco
     def ratio_beyond(factor: float) -> OfScores:
         def metric(scores: TokenScores, columns: LabelColumns) -> Tensor:
             log_ratio = -scores.losses - _get_column(scores, columns, "old_logprobs")
+            # In logs, so that neither direction overflows.
             return (log_ratio.abs() > math.log(factor)).to(scores.losses.dtype)
 
         return metric

@@ -77,7 +77,7 @@ def dpo(
     check_range("dpo", at_least=0, below=0.5, label_smoothing=label_smoothing)
 
     def pair_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
-        margin = beta * (chosen - rejected)
+        margin = beta * (chosen - rejected)  # of the rewards that DPO implies
         smooth = label_smoothing
         return -(1 - smooth) * logsigmoid(margin) - smooth * logsigmoid(-margin)
 
@@ -235,7 +235,7 @@ def kto(
     def loss(output: Any, batch: Mapping[str, Any]) -> Terms:
         documents = _sum_scores("kto", output, batch, "desirable", "kl", axis=axis)
         ratios = documents.sums[_SCORES]
-        is_desirable = documents.means("desirable") > 0.5
+        is_desirable = documents.means("desirable") > 0.5  # equal at all labels of a document
         # weight * (1 - sigmoid(gain)), where a gain is for desirable answers a higher log-ratio.
         gains = beta * (ratios - documents.means("kl").clamp(min=0))
         weights = torch.where(is_desirable, desirable_weight, undesirable_weight)
@@ -344,7 +344,7 @@ def _make_pair_loss(
         scores = documents.means(_SCORES) if over_tokens == "mean" else documents.sums[_SCORES]
         chosen, rejected = _split_pairs(scores)
         is_broken = _find_broken_pairs(documents)
-        counts = documents.starts_here[:, ::2]
+        counts = documents.starts_here[:, ::2]  # a pair counts where its chosen answer starts
         if over_tokens == "mean" and not reference:  # the mean of nothing is no log-probability
             has_chosen, has_rejected = _split_pairs(documents.tokens > 0)
             counts = counts & (is_broken | has_chosen & has_rejected)

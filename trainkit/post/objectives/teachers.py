@@ -97,6 +97,7 @@ def distillation(
                 buffers.append(torch.empty_like(logits))
             scratch = buffers[0][: len(logits)]
             target = _scale_temperature_(make_logits(rows).to(logits.dtype), temperature)
+            # The teacher's logits exist for these tokens only, like the student's.
             target = log_softmax_(target, axis, scratch=scratch)
             if top_k is None:
                 return _compare_(logits, target, beta, axis, scratch=scratch)
@@ -231,9 +232,11 @@ def _make_loss(
         def compute(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
             values = compare(_scale_temperature_(logits, temperature), rows, gradient)
             chunk_weights = weights[rows].to(values.dtype)
+            # Filled, and not multiplied: a weight outside of the loss may be NaN.
             values = (chunk_weights * values).masked_fill(ignored[rows], 0)
-            if gradient:
+            if gradient:  # of the logits before their division by the temperature
                 _scale_temperature_(logits.mul_(chunk_weights.unsqueeze(-1)), temperature)
+            # The first column is summed and differentiated, the second is reported per token.
             return torch.stack([values, values], dim=-1)
 
         total, values = linear_in_chunks(factors, compute, axis=axis, chunk=chunk)
@@ -267,15 +270,15 @@ def _compare_(
 
     student = log_softmax_(logits, axis, scratch=scratch)
     p = torch.exp(target, out=scratch)
-    if beta == 0:
+    if beta == 0:  # KL(p, q), whose gradient is q - p: no further memory
         values = sum_words(p, target.sub_(student))
         logits.exp_().sub_(p)
         return values
     q = student.exp()
-    if beta == 1:
+    if beta == 1:  # KL(q, p)
         g = student - target
         values = mean = sum_words(q, g)
-    else:
+    else:  # the mixture m = beta p + (1 - beta) q: beta KL(p, m) + (1 - beta) KL(q, m)
         mixed = (beta * p).add_(q, alpha=1 - beta).clamp_(min=torch.finfo(q.dtype).tiny).log_()
         g = student - mixed
         mean = sum_words(q, g)
@@ -303,6 +306,7 @@ def _compare_top_(  # noqa: PLR0917 (two tensors of the teacher)
         logits.scatter_reduce_(-1, index, excluded, "amin")
     largest = all_max(largest_logits(logits), axis).clamp(min=_LEAST)
     total = all_sum(logits.sub_(largest).exp_().sum(-1, keepdim=True), axis)
+    # The k words, and one that stands for the rest: its logit is the logsumexp of all others.
     scores = torch.cat([picked, (total.log() + largest).clamp(min=_LEAST)], dim=-1)
     scores.requires_grad_(gradient)
     with torch.set_grad_enabled(gradient):
@@ -311,6 +315,7 @@ def _compare_top_(  # noqa: PLR0917 (two tensors of the teacher)
         if ids.shape[-1] == axis.total:  # there is no rest
             student = scores[:, :-1]
         else:
+            # Stored log-probabilities are rounded, and may sum to more than 1.
             eps = torch.finfo(logprobs.dtype).eps
             rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=eps).log()
             teacher = torch.cat([logprobs, rest], dim=-1)
@@ -318,6 +323,8 @@ def _compare_top_(  # noqa: PLR0917 (two tensors of the teacher)
         total_divergence = values.sum()
     if gradient:
         (d_scores,) = torch.autograd.grad(total_divergence, scores)
+        # By the chain rule: `logits` holds exp(logit - largest), 0 at the k words, so that divided
+        # by its sum it is the share of each other word in the gradient of the rest.
         logits.mul_(d_scores[:, -1:] / total.clamp(min=torch.finfo(total.dtype).tiny))
         add_to_own_(logits, index, d_scores[:, :-1] * own)
     return values.detach()

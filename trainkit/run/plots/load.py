@@ -84,8 +84,9 @@ def load_over_steps(lines: Iterable[Mapping[str, Any]], *, columns: int) -> Load
     width = steps[-1] - steps[0] + 1
     columns = min(columns, width)
     sums = np.zeros((columns, *load.shape[1:]))
+    # Not `sums[column] += load`, which would add only one of the steps that share a column.
     np.add.at(sums, (steps - steps[0]) * columns // width, load)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore"):  # a column without a step is 0 / 0
         return sums / sums.mean(-1, keepdims=True)
 
 

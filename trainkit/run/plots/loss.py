@@ -112,7 +112,7 @@ def _plot_losses(axes: Axes, steps: list[dict[str, Any]], held_out: dict[int, fl
     """Plot the losses, and return a title with the last ones."""
     x = [line["step"] for line in steps]
     loss = [line["loss"] for line in steps]
-    window = len(x) // 50 | 1
+    window = len(x) // 50 | 1  # a fiftieth of the steps, and odd, so that it has a middle
     curve = smooth(loss, window)
     if window > 1:
         axes.plot(x, loss, color=_BLUE, alpha=0.3, linewidth=0.8, label="training, each step")

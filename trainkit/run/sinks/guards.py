@@ -83,6 +83,7 @@ def isolate_sinks(
     caught_up = {sink.name: time.monotonic() for sink in sinks}
 
     def write(step: int, values: Mapping[str, Any]) -> None:
+        # A copy, since the caller may change its dict before the sink's thread reads it.
         line, now = (step, copy(values)), time.monotonic()
         for sink in sinks:
             report(sink)

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import numpy as np
@@ -84,7 +84,7 @@ def open_jsonl(path: str | Path, *, step: int = 0, log: Log | None = None) -> It
 
         def go_back(step: int) -> None:
             nonlocal append
-            stack.close()
+            stack.close()  # the file may be replaced by another
             try:
                 rewind_jsonl(path, step)
                 append = stack.enter_context(_open_appender(path, log))
@@ -95,6 +95,8 @@ def open_jsonl(path: str | Path, *, step: int = 0, log: Log | None = None) -> It
 
         def write(step: int, values: Mapping[str, Any]) -> None:
             nonlocal last_step, last_values
+            # A step that comes again replaces its line and all later ones, after a roll-back; one
+            # that only has new names, such as an evaluation's, is joined with its line.
             if step == last_step and is_more(last_values, values):
                 last_values = {**last_values, **values}
             else:
@@ -107,8 +109,14 @@ def open_jsonl(path: str | Path, *, step: int = 0, log: Log | None = None) -> It
         yield write
 
 
+class WriteEvent(Protocol):
+    """Add a line with a name, the time and these facts to events.jsonl."""
+
+    def __call__(self, name: str, **facts: Any) -> None: ...
+
+
 @contextlib.contextmanager
-def open_events(path: str | Path, *, log: Log | None = None) -> Iterator[Callable[..., None]]:
+def open_events(path: str | Path, *, log: Log | None = None) -> Iterator[WriteEvent]:
     """Yield `event(name, **facts)`, which appends `{"time": ..., "event": name, ...}`.
 
     For everything that is not a step: evaluations, saves, restarts. `time` is in seconds since
@@ -132,7 +140,12 @@ def open_events(path: str | Path, *, log: Log | None = None) -> Iterator[Callabl
     """
     path = Path(path)
     with convert_disk_errors(path, by="events"):
-        _drop_torn_line(path)
+        # A kill may have torn the last line; a disk that lost its cache may have zeroed several.
+        if path.is_file():
+            lines = path.read_bytes().splitlines(keepends=True)
+            while lines and not (lines[-1].endswith(b"\n") and _parse_line(lines[-1])):
+                lines.pop()
+            _truncate(path, sum(map(len, lines)))
     with _open_appender(path, log) as append:
 
         def event(name: str, **facts: Any) -> None:
@@ -477,15 +490,6 @@ def _truncate(path: Path, size: int) -> None:
         with path.open("r+b") as file:
             file.truncate(size)
             os.fsync(file.fileno())
-
-
-def _drop_torn_line(path: Path) -> None:
-    """Truncate a file after its last complete line."""
-    if path.is_file():
-        lines = path.read_bytes().splitlines(keepends=True)
-        while lines and not (lines[-1].endswith(b"\n") and _parse_line(lines[-1])):
-            lines.pop()
-        _truncate(path, sum(map(len, lines)))
 
 
 def _read_step(line: bytes) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any
 from trainkit.run.log import add_handler, make_logger, print_warning
 from trainkit.run.sinks.console import open_console
 from trainkit.run.sinks.guards import isolate_sinks
-from trainkit.run.sinks.jsonl import open_events, open_jsonl, read_jsonl, rewind_jsonl
+from trainkit.run.sinks.jsonl import WriteEvent, open_events, open_jsonl, read_jsonl, rewind_jsonl
 from trainkit.run.sinks.tee import tee
 from trainkit.run.sinks.timing import measure_goodput
 from trainkit.types import DiskError, Log, Share, Sink
@@ -31,7 +31,7 @@ def open_run_sinks(
     extra: Mapping[str, Callable[..., AbstractContextManager[Sink]]] | None = None,
     patience: float = 5.0,
     logger: logging.Logger | None = None,
-) -> Iterator[tuple[Sink, Callable[..., None]]]:
+) -> Iterator[tuple[Sink, WriteEvent]]:
     """Yield `(record, event)`, which write to a run directory on the first rank, and never fail.
 
     `record(step, values)` adds a line to `metrics.jsonl` and shows the progress; `event(name,
@@ -113,7 +113,7 @@ def open_run_sinks(
                 yield record, _send_evaluations(event, others)
 
 
-def _send_evaluations(event: Callable[..., None], sink: Sink) -> Callable[..., None]:
+def _send_evaluations(event: WriteEvent, sink: Sink) -> WriteEvent:
     """Return an `event` that also passes the results of an evaluation to a sink, as eval/NAME."""
 
     def event_and_curves(name: str, **facts: Any) -> None:
@@ -151,7 +151,7 @@ def summarize_run(run_dir: str | Path) -> str:
 
 
 @contextlib.contextmanager
-def _end_event(event: Callable[..., None], reached: Callable[[], int]) -> Iterator[None]:
+def _end_event(event: WriteEvent, reached: Callable[[], int]) -> Iterator[None]:
     """Add an event "end" when the block ends, with the type of the exception that ended it."""
     try:
         yield

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 # A character that templates do not write, in place of a content.
 _PROBE = "\u00a4"
+# With the roles of OpenAI's form, and LLaMA-Factory's name for the answer of a tool.
 _SHAREGPT = {
     "system": "system",
     "human": "user",
@@ -221,6 +222,7 @@ def make_chat_encoder(
             counts=counts,
         ),
         field=field,
+        # Found now: a tokenizer without them is an error before any record is read.
         stop_ids=find_stop_ids(tokenizer, template),
     )
     # `open_corpus` and `prepare_corpus` read these attributes.

@@ -217,6 +217,7 @@ def read_template(
         )
         for each, source in selected.items()
     }
+    # The only one, whatever its name.
     if len(templates) == 1:
         return next(iter(templates.values()))
     return partial(_render_with_choice, templates=templates)

@@ -90,6 +90,7 @@ def make_jinja_template(
         source=text,
         # The longest first: a stop token may begin with another one.
         stops=(stops,) if isinstance(stops, str) else tuple(sorted(stops, key=len, reverse=True)),
+        # The caller's variables last: they may replace the special tokens.
         variables={"bos_token": bos_token, "eos_token": eos_token, **(variables or {})},
     )
 
@@ -317,6 +318,7 @@ class _SpanFinder:
         before, after = halves
         first = len(before)
         last = len(self.text) - len(after)
+        # Both may match in a text that repeats itself, and overlap.
         if not (self.text.startswith(before) and self.text.endswith(after) and first <= last):
             return None
         # A user's turn may end with the same token as an answer; it belongs to the turn.
@@ -361,6 +363,7 @@ class _SpanFinder:
         halves = self.split_at_probe(i, probe)
         if halves is None:
             return None
+        # The first stop token after the call ends the answer.
         ends = [end for stop in self.stops if (end := halves[1].find(stop)) >= 0]
         return _strip_stop(halves[1][min(ends) :], self.stops) if ends else None
 

@@ -84,6 +84,7 @@ def chatml(
         >>> [segment.text for segment in chatml([{"role": "user", "content": "hi"}])]
         ['<|im_start|>user\n', 'hi<|im_end|>', '\n']
     """
+    # A mistake of the caller, while calls in a message are one of the data.
     if tools:
         raise ValueError(
             f"chatml: got {len(tools)} tools, for which ChatML has no place; take qwen3 or llama3"
@@ -225,7 +226,7 @@ def _render_qwen3_answer(
         if is_last and not thoughts:
             header = block
         else:
-            body = block + body
+            body = block + body  # reasoning that the model wrote is in the loss
     for n, call in enumerate(message.get("tool_calls", ())):
         name = call["function"]["name"]
         arguments = call["function"]["arguments"]

@@ -42,6 +42,7 @@ class _ChunkWriter:
 
     def write(self, data: bytes) -> None:
         self._pending.extend(data)
+        # The last chunk may be shorter, and is written by `finish`.
         while len(self._pending) >= CHUNK:
             self._write_chunk()
 

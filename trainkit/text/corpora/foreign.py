@@ -67,9 +67,11 @@ def open_foreign(
     """
     layout, sidecar = _read_layout(path)
     eos_id = _choose_eos(path, layout, sidecar, eos_id)
+    # The sidecar belongs to the file, and the argument to this run.
     vocab_size = sidecar.vocab_size or vocab_size
     path = layout.path
     dtype = layout.dtype
+    # An empty file cannot be mapped.
     if layout.count == 0:
         raise DataError(f"{path}: the file holds no tokens", where=path)
     with open_file(path) as file:

@@ -340,6 +340,7 @@ def hold_out(
     check_range("hold_out", at_least=1, piece=piece)
     mask = held_out_documents(corpus, one_in=one_in)
     lengths = corpus.lengths
+    # Evaluation needs some tokens, and training most of them.
     if 0 < lengths[mask].sum() * 4 <= lengths.sum():
         return corpus, mask
     # By part, as the parts stay mapped files: nothing is copied.
@@ -441,6 +442,7 @@ def match_recorded_names(corpora: Mapping[str, C], facts: Mapping[str, Any]) -> 
         if unmatched and f"{prefix}{name}" not in facts:
             own = fingerprint(corpus)
             recorded = next((old for old, value in unmatched.items() if value == own), name)
+        # A recorded name is taken once: the next corpus with the same content keeps its own.
         unmatched.pop(recorded, None)
         renamed[recorded] = corpus
     return renamed

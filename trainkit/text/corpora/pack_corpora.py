@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+# The room, whose table is lazy: `data.packed` loads torch, and processes of `prepare` import this.
+from trainkit import data
 from trainkit.data.corpus import iterate_documents, make_corpus
-from trainkit.data.packed import PackedCorpus, concat_packed, split_held_out
 from trainkit.packing import pack_bins, report_packing
 from trainkit.packing.report import format_overlong_warning
 from trainkit.text.chat import mismatch_answers, pack_pairs
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from trainkit.data.concat import ConcatCorpus
     from trainkit.data.corpus import TokenCorpus
+    from trainkit.data.packed import PackedCorpus
     from trainkit.types import Axis
 
 
@@ -71,7 +73,7 @@ def pack_corpora(
     reports: dict[str, dict[str, Any]] = {}
     for name, given in corpora.items():
         corpus, mask = hold_out(given, one_in=one_in, piece=capacity)
-        rows[name], held_out[name] = split_held_out(
+        rows[name], held_out[name] = data.split_held_out(
             corpus,
             mask,
             capacity,
@@ -87,7 +89,7 @@ def pack_corpora(
             "empty_documents": int((corpus.lengths == 0).sum()),
             "held_out_documents": int(mask.sum()),
         }
-    return concat_packed(rows), concat_packed(held_out), reports
+    return data.concat_packed(rows), data.concat_packed(held_out), reports
 
 
 def pack_examples(
@@ -128,7 +130,7 @@ def pack_examples(
 
     corpus = make_corpus(encode(*example) for example in examples)
     bins = pack_bins(corpus.lengths, capacity, multiple_of=multiple_of, overlong="error", seed=seed)
-    return PackedCorpus(corpus, bins)
+    return data.PackedCorpus(corpus, bins)
 
 
 def split_pairs(
@@ -159,7 +161,7 @@ def split_pairs(
     # Both halves of a pair have one name, so they are on the same side.
     mask = held_out_documents(corpus)
     rows, held_out = (
-        PackedCorpus(
+        data.PackedCorpus(
             corpus,
             pack_pairs(
                 np.where(excluded, 0, corpus.lengths),
@@ -191,7 +193,7 @@ def pack_mismatched_answers(rows: PackedCorpus) -> PackedCorpus:
         Rows of the same capacity; see `chat.mismatch_answers`.
 
     Examples:
-        >>> from trainkit.data import make_corpus
+        >>> from trainkit.data import PackedCorpus, make_corpus
         >>> from trainkit.text.chat import pack_pairs
         >>> halves = [Sample(np.array([i, i + 5]), np.array([False, True])) for i in range(4)]
         >>> corpus = make_corpus(halves)
@@ -211,4 +213,4 @@ def pack_mismatched_answers(rows: PackedCorpus) -> PackedCorpus:
     bins = pack_bins(
         others.lengths, rows.bins.capacity, multiple_of=rows.bins.multiple_of, overlong="drop"
     )
-    return PackedCorpus(others, bins)
+    return data.PackedCorpus(others, bins)

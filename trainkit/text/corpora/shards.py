@@ -191,6 +191,7 @@ def _check_eos(root: Path, parts: Mapping[str, TokenCorpus], eos_id: int | None)
     ):
         return
     eos = next(iter(eos_ids.values()))
+    # A single file was named by the user, not its folder.
     place = root if len(parts) > 1 else root / next(iter(parts))
     raise DataError(
         f"{place}: eos_id {eos} is to end the documents, but is not among the "

@@ -99,6 +99,7 @@ def write_corpus(
         raise ValueError(
             f"write_corpus: dtype must be one of {', '.join(DTYPES)}, got {token_dtype}"
         )
+    # A reader sees the old file or the complete new one.
     with atomic_write(path, by="write_corpus") as file:
         write_content(
             file,
@@ -152,6 +153,7 @@ def open_part(
         eos_id: Not allowed: the file stores document offsets.
         max_chunks: The number of chunks to check; None checks all.
     """
+    # `open_corpus` passes it whatever the format is.
     if eos_id is not None:
         raise ValueError(f"open_corpus: {path}: a token file says where documents end: no eos_id")
     check_readable(path)

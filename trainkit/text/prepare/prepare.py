@@ -6,7 +6,7 @@ import fcntl
 import os
 import shutil
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -214,6 +214,7 @@ def prepare_corpus(
         parts_reused=len(reused),
         workers=used_workers,
         seconds=seconds,
+        # Reused parts took no time in this run.
         tokens_per_second=(total.tokens - add_tallies(reused.values()).tokens) / seconds,
     )
 
@@ -239,6 +240,7 @@ class _ProgressReport:
         self.parts[index] = part
         if self._progress is None:
             return
+        # Only a few thousand parts, so they can be added each time.
         finished = add_tallies(self.parts.values())
         self._progress(
             PrepareProgress(
@@ -346,7 +348,7 @@ def _write_parts(
         )
         return None
     if workers is None:
-        # Starting processes takes seconds, as each imports torch.
+        # Starting processes takes seconds: each imports trainkit, numba and the caller's script.
         is_small = sum(chunk.bytes for chunk in missing.values()) < _SMALL
         workers = 1 if is_small else len(os.sched_getaffinity(0))
     # No process without a chunk.
@@ -469,8 +471,9 @@ def lock_output(out: Path, *, function: str = "prepare") -> Iterator[None]:
                 where=path,
                 hint="wait for it, or write to another file",
             ) from error
-        if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
-            break
+        with suppress(FileNotFoundError):
+            if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+                break
         file.close()  # the process that had the lock has deleted the file: lock a new one
     # For the message of a process that comes meanwhile.
     try:

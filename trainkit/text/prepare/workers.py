@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
     from trainkit.text.prepare.chunks import Chunk
 
-# Before its first heartbeat a process imports torch, and the caller's script.
+# Before its first heartbeat a process imports the caller's script, and what that imports.
 _MIN_START_SECONDS = 60.0
-_EXIT_SECONDS = 10.0  # that a process which was sent SIGTERM has to end
+_EXIT_SECONDS = 10.0  # that a process has to end, once it should
 
 
 def write_parts(
@@ -241,7 +241,14 @@ def process_pool(workers: int) -> Iterator[Executor]:
             process.kill()
         raise
     finally:
-        pool.shutdown(cancel_futures=True)
+        processes = {*active_children()} - others
+        # Not `wait=True`: all parts may be written while another process still hangs at its start.
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.join(timeout=_EXIT_SECONDS)
+            if process.is_alive():
+                process.kill()
+                process.join()
 
 
 def _initialize_process() -> None:

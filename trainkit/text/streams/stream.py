@@ -217,6 +217,7 @@ def make_stream_reader(
             batches = batches_from(cursor)
         expected = None  # a generator that raised has ended: open the source again after a failure
         batch = next(batches, None)
+        # At the end another call with the same cursor must not open the source again.
         expected = cursor if batch is None else batch.cursor
         return batch
 
@@ -318,6 +319,7 @@ def _make_step(step_rows: list[tuple[Window, IntArray]], rows: int, cursor: Curs
     # `counts` has a leading 0 besides the rows.
     num_padding_rows = rows + 1 - sum(map(len, counts))
     counts.append(np.zeros(num_padding_rows, np.int64))
+    # All windows have the same options: vocabulary, columns, capacity.
     first = step_rows[0][0]
     corpus = copy_to_corpus(parts, first.corpus.vocab_size, first.corpus.columns)
     bins = attrs.evolve(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Offsets = list[tuple[int, int]]
 """The range of each token in a text: (start, end) in characters."""
 
+# After 256 bytes, BOS, EOS and padding.
 _FIRST_SPECIAL = 259
 
 
@@ -84,6 +85,7 @@ class ByteTokenizer:
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Return a text for each id separately: `<0xC3>` for a byte that is not a character."""
+        # In the order of their ids, from 256 on.
         names = (BOS, EOS, PAD, *self.special)
         return [format_byte(int(i)) if i < 256 else names[int(i) - 256] for i in ids]
 

@@ -48,13 +48,13 @@ _PAGE = """
 Any layout gives the numbers of one process. A tiny decoder is trained for three steps on one
 process, and again in each of these layouts, from the same weights on the same tokens; the numbers
 are the largest differences from the one process, max|a - b| / max|b| of each tensor: of the loss
-and of the gradient norm over the steps, and of every parameter and of the state (buffers, and what
-the optimizer remembers) after the last.
+and of the gradient norm over the steps, and of every parameter and of the state (buffers and
+optimizer state) after the last.
 
 `python -m trainkit certify` prints these tables on your machine; `trainkit.tools.testing.certify`
 makes one for a model, a plan, a loss and a call of your own. In a name `dp` is the number of ranks
 that parameters are sharded over, `replica` that of their replicas, and `fold` says which of ring
-and Ulysses FSDP reduces over ("all", if it is not said). This page is made by
+and Ulysses FSDP reduces over ("all" by default). This page is made by
 `python -m trainkit certify --markdown`.
 """
 

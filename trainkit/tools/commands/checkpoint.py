@@ -70,20 +70,7 @@ def add(checkpoint: argparse.ArgumentParser) -> None:
         parsers[name].add_argument("directory", type=Path, help="a run, or its checkpoints/")
     parsers["ls"].add_argument("--verify", action="store_true", help="hash every byte of each")
     parsers["verify"].add_argument("directory", type=Path, help="a checkpoint or a run directory")
-    _add_diff(parsers["diff"])
-    _add_prune(parsers["prune"])
-    for name in ("export", "convert"):
-        _add_target(parsers[name], foreign=name == "convert")
-    for parser in parsers.values():
-        parser.add_argument("--json", action="store_true", help="print JSON on a terminal too")
-        parser.add_argument(
-            "--strict-owner",
-            action="store_true",
-            help="reject files that other users own or may write (default: warn on stderr)",
-        )
-
-
-def _add_diff(diff: argparse.ArgumentParser) -> None:
+    diff = parsers["diff"]
     diff.add_argument("a", type=Path, help="a checkpoint, or a run for its newest")
     diff.add_argument("b", type=Path, help="another")
     diff.add_argument(
@@ -92,6 +79,26 @@ def _add_diff(diff: argparse.ArgumentParser) -> None:
         help="read both and report max|a-b|, max|b|, their ratio and the number of elements that "
         "differ, per tensor",
     )
+    _add_prune(parsers["prune"])
+    export, convert = parsers["export"], parsers["convert"]
+    export.add_argument("source", type=Path, help="a checkpoint, or a run for its newest")
+    convert.add_argument(
+        "source",
+        type=Path,
+        help="a directory with .metadata, a .pt, .pth or .bin file, or safetensors",
+    )
+    _add_output(export)
+    _add_output(convert)
+    convert.add_argument(
+        "--prefix", default="", help="select tensors whose names start with this, and strip it"
+    )
+    for parser in parsers.values():
+        parser.add_argument("--json", action="store_true", help="print JSON on a terminal too")
+        parser.add_argument(
+            "--strict-owner",
+            action="store_true",
+            help="reject files that other users own or may write (default: warn on stderr)",
+        )
 
 
 def _add_prune(prune: argparse.ArgumentParser) -> None:
@@ -107,15 +114,7 @@ def _add_prune(prune: argparse.ArgumentParser) -> None:
     prune.add_argument("--dry-run", action="store_true", help="delete nothing, only report")
 
 
-def _add_target(parser: argparse.ArgumentParser, *, foreign: bool) -> None:
-    if foreign:
-        parser.add_argument(
-            "source",
-            type=Path,
-            help="a directory with .metadata, a .pt, .pth or .bin file, or safetensors",
-        )
-    else:
-        parser.add_argument("source", type=Path, help="a checkpoint, or a run for its newest")
+def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="the folder to write")
     parser.add_argument(
         "--dtype",
@@ -131,12 +130,6 @@ def _add_target(parser: argparse.ArgumentParser, *, foreign: bool) -> None:
     parser.add_argument(
         "--overwrite", action="store_true", help="replace a folder that this command wrote"
     )
-    if foreign:
-        parser.add_argument(
-            "--prefix",
-            default="",
-            help="select tensors whose names start with this, and strip it",
-        )
 
 
 def run(options: argparse.Namespace) -> tuple[Any, int]:
@@ -185,7 +178,7 @@ def _check_files(path: Path) -> tuple[bool | None, list[str]]:
     from trainkit.weights.checkpoint.sources import verify_any  # noqa: PLC0415 - `ls` does without it
 
     problems = verify_any(path)
-    # A run that goes on training deletes old checkpoints while this command reads them.
+    # A run that is still training deletes old checkpoints while this command reads them.
     if problems and not path.exists():
         return None, [f"{path} was deleted after it was listed, by retention or by somebody"]
     return not problems, problems

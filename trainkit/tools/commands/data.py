@@ -35,7 +35,7 @@ def add(data: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> tuple[Any, int]:
     """Return a report and the exit code: 65 if `verify` finds a problem."""
-    from trainkit.text.corpora.verify import describe_corpus, verify_corpus  # noqa: PLC0415 (loads torch)
+    from trainkit.text.corpora.verify import describe_corpus, verify_corpus  # noqa: PLC0415 (loads numba)
 
     if options.action == "show":
         return describe_corpus(options.path, document=options.document), 0

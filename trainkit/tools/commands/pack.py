@@ -74,30 +74,25 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         seed=options.seed,
     )
     report = packing.report_packing(bins, lengths)
-    _check_rows(options, report)
-    if options.out is not None:
-        from trainkit.tools.pictures.packing import plot_packing  # noqa: PLC0415 -- an extra
-
-        plot_packing(bins, options.out, lengths=lengths)
-    return report, 0
-
-
-def _check_rows(options: argparse.Namespace, report: dict[str, int | float]) -> None:
-    if report["rows"]:
-        return
-    if not report["dropped_documents"]:
+    if not report["rows"] and not report["dropped_documents"]:
         raise DataError(
             f"pack: {options.corpus} has no tokens: all {report['documents']} documents are empty",
             where=options.corpus,
             got=0,
             want="at least one row",
         )
-    raise DataError(
-        f"pack: {options.corpus}: no row is left of its {report['documents']} documents: "
-        f"{report['empty_documents']} are empty, and {report['dropped_documents']} are longer than "
-        f"--capacity {options.capacity} and were dropped; raise it, or use --overlong split or "
-        "truncate",
-        where=options.corpus,
-        got=0,
-        want="at least one row",
-    )
+    if not report["rows"]:
+        raise DataError(
+            f"pack: {options.corpus}: no row is left of its {report['documents']} documents: "
+            f"{report['empty_documents']} are empty, and {report['dropped_documents']} are longer "
+            f"than --capacity {options.capacity} and were dropped; raise it, or use --overlong "
+            "split or truncate",
+            where=options.corpus,
+            got=0,
+            want="at least one row",
+        )
+    if options.out is not None:
+        from trainkit.tools.pictures.packing import plot_packing  # noqa: PLC0415 -- an extra
+
+        plot_packing(bins, options.out, lengths=lengths)
+    return report, 0

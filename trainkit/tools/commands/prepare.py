@@ -287,36 +287,25 @@ def _make_encode(
 def _make_tokenizer(
     options: argparse.Namespace, suffixes: list[str], keep: Callable[[str], bool] | None
 ) -> tuple[Tokenizer, dict[str, Any]]:
-    """Open or train the tokenizer, and return it with its entries of the report."""
-    from trainkit.text.tokenizers import open_tokenizer  # noqa: PLC0415
-
-    kind, _, size = options.tokenizer.partition(":")
-    if kind == "bpe" and not Path(options.tokenizer).exists():
-        if not size.isdecimal():
-            raise ConfigError(f"prepare: --tokenizer bpe:N wants a number, got {size!r}")
-        return _train_tokenizer(options, suffixes, keep, int(size))
-    return open_tokenizer(options.tokenizer), {"tokenizer": options.tokenizer}
-
-
-def _train_tokenizer(
-    options: argparse.Namespace,
-    suffixes: list[str],
-    keep: Callable[[str], bool] | None,
-    vocab_size: int,
-) -> tuple[Tokenizer, dict[str, Any]]:
-    """Train a BPE on the start of the corpus and write it next to the token file."""
-    from trainkit.text.tokenizers import save_tokenizer, train_bpe  # noqa: PLC0415
+    """Open the tokenizer, or train and write it; return it with its entries of the report."""
+    from trainkit.text.tokenizers import open_tokenizer, save_tokenizer, train_bpe  # noqa: PLC0415
     from trainkit.text.tokenizers.special import BOS, CHAT_SPECIAL, EOS, PAD  # noqa: PLC0415
 
+    kind, _, size = options.tokenizer.partition(":")
+    if kind != "bpe" or Path(options.tokenizer).exists():
+        return open_tokenizer(options.tokenizer), {"tokenizer": options.tokenizer}
+    if not size.isdecimal():
+        raise ConfigError(f"prepare: --tokenizer bpe:N wants a number, got {size!r}")
     if options.messages:
         raise ConfigError("prepare: bpe:N is trained on text; give conversations a tokenizer.json")
     if options.columns:
         raise ConfigError("prepare: bpe:N is trained on text; give token ids a tokenizer.json")
     counts = collections.Counter()
-    print_to_stderr(f"training a BPE of {vocab_size} tokens")
+    print_to_stderr(f"training a BPE of {int(size)} tokens")
     tokenizer = train_bpe(
         _read_sample(options, suffixes, keep, counts),
-        vocab_size=vocab_size,
+        vocab_size=int(size),
+        # Those of chats too, so that the tokenizer serves a later fine-tuning.
         special=(BOS, EOS, PAD, *CHAT_SPECIAL),
     )
     path = options.out.with_suffix(".tokenizer.json")

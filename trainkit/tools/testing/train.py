@@ -34,7 +34,7 @@ from trainkit.post.adapters.frozen import SCALES, dequantize_rows, get_quantizat
 from trainkit.step import make_forward_backward
 from trainkit.tools.testing.cases import LayoutCase
 from trainkit.tools.testing.certificate import Tier
-from trainkit.tools.testing.deal import deal_batch
+from trainkit.tools.testing.distribute_batch import distribute_batch
 from trainkit.types import (
     Axis,
     Batch,
@@ -220,7 +220,7 @@ def _train(training: Training, case: LayoutCase, make_stages: MakeStages) -> Out
         norms: list[Tensor] = []
         hashes: list[int] = []
         for step in range(training.steps):
-            microbatches = deal_batch(
+            microbatches = distribute_batch(
                 training.make_batches(step),
                 ps.data_shard,
                 rows_per_microbatch=case.rows_per_microbatch,

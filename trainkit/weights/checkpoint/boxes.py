@@ -62,6 +62,7 @@ def overlap(
         >>> overlap([0], [2], [2], [5]) is None
         True
     """
+    # A scalar has no dimension that could be disjoint: its overlap is ((), ()).
     in_saved: list[slice] = []
     in_local: list[slice] = []
     for start, length, local_start, local_length in zip(

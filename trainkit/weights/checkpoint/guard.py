@@ -27,7 +27,6 @@ from trainkit.types import (
     TrainState,
     log_warning,
 )
-from trainkit.weights.checkpoint.background_save import SaveResult
 from trainkit.weights.checkpoint.emergency_save import UnsavedState
 from trainkit.weights.checkpoint.facts import Facts
 from trainkit.weights.checkpoint.replica_check import (
@@ -140,6 +139,7 @@ def open_guarded_saver(
 
 def _skip_duplicate_saves(save: Save, guard: Guard) -> tuple[Save, Guard]:
     """Return both functions, wrapped so that a state saved by a roll-back is not saved again."""
+    # The state of the last call if that was a roll-back, else none.
     rolled_back: list[TrainState] = []
 
     def guard_and_remember(
@@ -266,7 +266,9 @@ class _Guard:
         if action.reason:
             self._report(state.step, action, record, batch)
         # A save hashes and checks all of the state, so it may find what the step's numbers hid.
-        action = _check_saves(self.collect_saves(), action)
+        bad = [save for save in self.collect_saves() if isinstance(save.error, NumericsError)]
+        if bad and action.kind not in ("rollback", "stop"):
+            action = Action("rollback", str(bad[0].error), before=bad[0].step - 1)
         if action.kind == "stop":
             raise make_stop_error(action, state.health)
         if action.kind != "rollback":  # after one all replicas hold what was just loaded
@@ -304,11 +306,3 @@ class _Guard:
             outcomes = {"apply": "it was taken", "skip": "it was skipped"}
             outcome = outcomes.get(action.kind, action.kind)
             self.log(f"step {step}: {'; '.join([action.reason, *culprits, outcome])}")
-
-
-def _check_saves(saves: Sequence[SaveResult], action: Action) -> Action:
-    """Return a roll-back if a finished save found a non-finite state, else the action."""
-    bad = [save for save in saves if isinstance(save.error, NumericsError)]
-    if not bad or action.kind in ("rollback", "stop"):
-        return action
-    return Action("rollback", str(bad[0].error), before=bad[0].step - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,14 +110,18 @@ def resume(
     # The facts after all batches: the ranks must also agree on phases that have not started.
     check_facts_agree(facts_at(facts, sys.maxsize), ps.world)
     request = run_on_all_ranks(lambda: _check_request(run_dir, request, log), ps.world)[0]
+
+    def run_on_first(work: Callable[[], Any]) -> Any:
+        return run_on_all_ranks(lambda: work() if is_first else None, ps.world)[0]
+
     skipped: list[str] = []
     # Only the first rank lists the directory: on a network disk others may see another state.
-    candidates = _find_candidates(run_dir, request, skipped, log) if is_first else iter(())
+    candidates = _find_candidates(run_dir, request, skipped, log)
     # Staging communicates: all ranks stage the same candidate, and go on to the next one together.
     while True:
-        chosen = run_on_all_ranks(lambda: next(candidates, None), ps.world)[0]
+        chosen = run_on_first(lambda: next(candidates, None))
         if chosen is None:
-            run_on_all_ranks(lambda: _start(run_dir, request, log) if is_first else None, ps.world)
+            run_on_first(lambda: _prepare_directory(run_dir, None, {}, request, log))
             return state
         path, manifest = Path(chosen[0]), chosen[1]
         messages: list[str] = []
@@ -136,28 +140,19 @@ def resume(
 
     # The last step that may fail: everything has been read, and nothing of the run is written yet.
     def accept() -> None:
-        if is_first:
-            notes = [
-                _describe_choice(path, manifest["step"], has_skipped=bool(skipped)),
-                *_check_owner(path, strict=strict_owner),
-                *messages,
-                *count_messages(staged.changes),
-                *_compare_machine(staged.saved["machine"], ps),
-            ]
-            for note in notes:
-                log(note)
-            _start_branch(run_dir, path, manifest, request, log)
+        notes = _check_owner(path, strict=strict_owner)
+        notes += [*messages, *count_messages(staged.changes)]
+        notes += _compare_machine(staged.saved["machine"], ps)
+        newest = list_checkpoints(path.parent)[0] if skipped else path
+        lost = parse_step(newest) - manifest["step"] if skipped else 0
+        log(f"resuming from {path}" + f", {lost} steps before {newest.name}" * bool(lost))
+        for note in notes:
+            log(note)
+        _prepare_directory(run_dir, path, manifest, request, log)
 
-    run_on_all_ranks(accept, ps.world)
+    run_on_first(accept)
     # From here on nothing can fail on one rank alone.
     return install_(staged, stages, optimizer)
-
-
-def _describe_choice(path: Path, step: int, *, has_skipped: bool) -> str:
-    """Return the message about the checkpoint that a run resumes from."""
-    newest = list_checkpoints(path.parent)[0] if has_skipped else path
-    lost = parse_step(newest) - step if has_skipped else 0
-    return f"resuming from {path}" + f", {lost} steps before {newest.name}" * bool(lost)
 
 
 def load_checkpoint(
@@ -426,19 +421,18 @@ def _check_never_saved(run_dir: Path) -> None:
         )
 
 
-def _start(run_dir: Path, request: str | Path, log: Log) -> None:
-    """Prepare the directory of a run that starts from scratch."""
-    clear_directory(run_dir / "checkpoints", None, request, log=log)
-    if request == "never" and (run_dir / "run.json").exists():
-        fork_run(run_dir, None)  # a new run without a parent
-
-
-def _start_branch(
-    run_dir: Path, path: Path, manifest: Mapping[str, Any], request: str | Path, log: Log
+def _prepare_directory(
+    run_dir: Path, path: Path | None, manifest: Mapping[str, Any], request: str | Path, log: Log
 ) -> None:
-    """Move the checkpoints that are not on the run's branch, and make a fork its own run."""
+    """Move the checkpoints that are not on the run's branch, and give a new run or a fork an id.
+
+    Without `path` the run starts from scratch.
+    """
     clear_directory(run_dir / "checkpoints", path, request, log=log)
-    if _is_fork(run_dir, path, manifest, request):
+    if path is None:
+        if request == "never" and (run_dir / "run.json").exists():
+            fork_run(run_dir, None)  # a new run without a parent
+    elif _is_fork(run_dir, path, manifest, request):
         parent = {"run": manifest.get("run"), "step": manifest["step"], "path": str(path)}
         run = fork_run(run_dir, parent)["run"]
         log(f"this is run {run}, forked from {parent['run']}")

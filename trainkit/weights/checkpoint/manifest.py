@@ -294,15 +294,16 @@ def _parse_name(path: Path) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 0)
 
 
-def find_first_verified(paths: Iterable[Path], skipped: list[str], log: Log) -> Path | None:
-    """Return the first checkpoint that verifies; log those before it, and add them to `skipped`."""
+def find_first_verified(paths: Iterable[Path], log: Log) -> tuple[Path | None, list[str]]:
+    """Return the first checkpoint that verifies, or None, and the problems of those before it."""
+    skipped: list[str] = []
     for path in paths:
         problems = verify_checkpoint(path)
         if not problems:
-            return path
+            return path, skipped
         skipped.append(f"{path.name}: {problems[0]}")
         log(f"skipped {path}: {problems[0]}")
-    return None
+    return None, skipped
 
 
 def no_checkpoint_error(directory: Path, skipped: Sequence[str]) -> CheckpointError:
@@ -373,8 +374,7 @@ def find_checkpoint(path: Path | str, *, best: bool = False, log: Log = log_warn
         )
     else:
         candidates = paths
-    skipped: list[str] = []
-    checkpoint = find_first_verified(candidates, skipped, log)
+    checkpoint, skipped = find_first_verified(candidates, log)
     if checkpoint is not None:
         return checkpoint
     if not best:

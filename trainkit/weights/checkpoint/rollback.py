@@ -126,11 +126,10 @@ def roll_back(
 
 
 def _find_newest(run_dir: Path, before: int) -> str:
-    skipped: list[str] = []
     paths = [
         path for path in list_checkpoints(run_dir / "checkpoints") if parse_step(path) <= before
     ]
-    newest = find_first_verified(paths, skipped, lambda _: None)
+    newest, skipped = find_first_verified(paths, lambda _: None)
     if newest is not None:
         return str(newest.absolute())
     raise CheckpointError(

@@ -55,7 +55,7 @@ def get_run_id(run_dir: Path | str) -> dict[str, Any]:
     identity = _read_identity(run_dir / "run.json")
     if identity is not None:
         return {name: identity[name] for name in ("run", "parent")}
-    newest = find_first_verified(list_checkpoints(run_dir / "checkpoints"), [], lambda _: None)
+    newest, _ = find_first_verified(list_checkpoints(run_dir / "checkpoints"), lambda _: None)
     identity = None if newest is None else _parse_identity(read_manifest(newest))
     if identity is None:
         return fork_run(run_dir, None)

@@ -66,6 +66,7 @@ def read_model_tensors(path: Path) -> dict[str, Stored]:
     """
     tensors = read_checkpoint_tensors(path)
     return {
+        # `combine_optimizers` stores the mean of the weights as a moment of its own.
         get_parameter_name(name): tensors.get(f"optimizer/mean/{get_parameter_name(name)}", x)
         for name, x in tensors.items()
         if name.startswith("model/")

@@ -325,15 +325,14 @@ def _read_sliding(
 ) -> dict[str, Any]:
     """Return the fields about layers with a sliding window; append problems to `problems`."""
     window = None if values.get("use_sliding_window") is False else values.get("sliding_window")
-    problem = None
-    if window is not None:
-        problem = _find_value_problem("sliding_window", window, "window")
-    if family.windows is None:
-        problem = _find_needed_window(values, family, window) if problem is None else problem
+    problem = None if window is None else _find_value_problem("sliding_window", window, "window")
+    if problem is None and family.windows is None:
+        problem = _find_needed_window(values, family, window)
     problems += [problem] if problem else []
     layers = values.get("num_hidden_layers")
     if problem or family.windows is None or _find_value_problem("", layers, "layers"):
         return {}
+    # The pattern of a file without `layer_types`.
     default = {k: values[x] if isinstance(x, str) else x for k, x in family.windows.items()}
     for key, value in default.items():
         if problem := _find_value_problem(key, value, "layers"):
@@ -390,7 +389,12 @@ def _read_layer_types(
 
 def _find_pattern(sliding: Sequence[int], layers: int) -> dict[str, int] | None:
     """Return the fields of a `Sliding` with exactly these sliding layers, or None."""
-    for every in (0, *range(1, layers + 1)):
+    # Of every `full_every` layers the last is full: one more than the index of the first full layer
+    # behind a sliding one is a multiple of it.
+    slides = {*sliding}
+    full = next((i for i in range(sliding[0], layers) if i not in slides), None)
+    periods = [0] if full is None else [n for n in range(1, full + 2) if (full + 1) % n == 0]
+    for every in periods:
         # The first sliding layer is `first`, or follows it where that one is full.
         for first in (max(sliding[0] - 1, 0), sliding[0]):
             if Sliding(window=1, first=first, full_every=every).layers(layers) == [*sliding]:
@@ -475,9 +479,9 @@ def _normalize(config: DecoderConfig) -> DecoderConfig:
         if len(config.expert_layers) == config.layers:
             changes["mlp_width"] = experts.width
     if config.sliding is not None:
-        pattern = _find_pattern(config.sliding_layers, config.layers)
-        slides = bool(config.sliding_layers) and pattern is not None
-        changes["sliding"] = attrs.evolve(config.sliding, **pattern) if slides else None
+        sliding = config.sliding_layers  # none if the first one is beyond the last layer
+        pattern = _find_pattern(sliding, config.layers) if sliding else None
+        changes["sliding"] = attrs.evolve(config.sliding, **pattern) if pattern else None
     # Scores are divided by the root of the head size by default.
     if config.query_scalar == config.head_size:
         changes["query_scalar"] = None

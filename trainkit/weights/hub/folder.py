@@ -462,7 +462,7 @@ def _check_folder(
         )
         tensors.update(used)
         scales.update(used_scales)
-        # A tied model may come with a head all the same. Used is the embedding.
+        # A tied model may come with a head all the same; the embedding is used.
         names = {*_get_end_names(folder.family, folder.config)}
         # Reads the embedding and the head completely, so one rank does it for all.
         if axis.index == 0 and folder.config.tied and names <= all_tensors.keys():

@@ -57,13 +57,15 @@ def short_repr(value: Any) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a number, and no bool.
+    """Return whether a value is a finite number, and no bool.
 
     Examples:
-        >>> is_number(1), is_number(True)
-        (True, False)
+        >>> is_number(1), is_number(True), is_number(math.inf)
+        (True, False, False)
     """
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def read_local_rope(values: dict[str, Any], problems: list[str]) -> float | None:
@@ -129,10 +131,7 @@ def read_rope(values: Mapping[str, Any], family: Family, problems: list[str]) ->
         theta = 10_000.0
     factor = rope.pop("partial_rotary_factor", values.get("partial_rotary_factor"))
     rotary_dim = None if factor in (None, 1) else _read_rotary_dim(factor, values, family, problems)
-    num_problems = len(problems)
     scaling = _read_scaling(str(rope_type), rope, values, family, problems)
-    if len(problems) > num_problems:
-        scaling = None
     return {"rope_theta": float(theta), "rope_scaling": scaling, "rotary_dim": rotary_dim}
 
 
@@ -150,7 +149,7 @@ def _read_rotary_dim(
         try:
             size = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
             return int(size * factor)
-        except (KeyError, TypeError, ZeroDivisionError):
+        except (KeyError, TypeError, ValueError, ArithmeticError):
             pass  # a size that is no number is reported with its own key
     return None
 
@@ -168,7 +167,6 @@ def _read_scaling(
     if rope_type not in family.ropes:
         problems.append(f"rope_type is {short_repr(rope_type)}, not {' or '.join(family.ropes)}")
         return None
-    num_problems = len(problems)
     full_length = values.get("max_position_embeddings")
     length = rope.pop("original_max_position_embeddings", full_length)
     # The value outside of the table takes precedence.
@@ -177,22 +175,23 @@ def _read_scaling(
     if rope_type != "linear":
         options["original_max_position_embeddings"] = length
     options |= {key: rope.pop(key) for key in _OPTIONS[rope_type] & rope.keys()}
-    problems += [f"rope: {key} is an unknown key" for key in rope]
+    wrong = [f"rope: {key} is an unknown key" for key in rope]
     # The bounds of YaRN's ramp are rounded to whole dimensions here, which `truncate` switches off.
     truncate = options.pop("truncate", True)
     if truncate is not True:
-        problems.append(f"rope: truncate is {short_repr(truncate)}, not true")
+        wrong.append(f"rope: truncate is {short_repr(truncate)}, not true")
     if rope_type == "longrope" and options["factor"] is None:
         is_known = is_number(full_length) and is_number(length) and length > 0
         options["factor"] = full_length / length if is_known else 1.0
-    problems += filter(None, itertools.starmap(_find_option_problem, options.items()))
-    if len(problems) > num_problems:
+    wrong += filter(None, itertools.starmap(_find_option_problem, options.items()))
+    problems += wrong
+    if wrong:
         return None
     try:
         return _make_scaling(rope_type, options, has_latents="kv_lora_rank" in family.keys)
     except KeyError as error:
         problems.append(f"rope: {error.args[0]} is missing")
-    except (ValueError, TypeError, ZeroDivisionError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         problems.append(f"rope: {error}")
     return None
 

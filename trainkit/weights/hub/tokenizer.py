@@ -203,6 +203,7 @@ def _make_byte_tokenizer_json(tokenizer: ByteTokenizer) -> bytes:
         "trim_offsets": False,
         "use_regex": False,
     }
+    # One printable letter for each byte, as in GPT-2; without merges every token is one byte.
     model = {
         "type": "BPE",
         "dropout": None,

@@ -111,6 +111,7 @@ def open_model(
             got=info.context,
             want=f"<= {reach}",
         )
+    # An id without a row would read outside of the embedding, which a GPU reports late and badly.
     num_ids = info.tokenizer.vocab_size
     rows = info.config.vocab_size
     if num_ids > rows:
@@ -212,6 +213,7 @@ def has_learned_bos(tokenizer: ByteTokenizer | HFTokenizer, facts: Mapping[str, 
         >>> has_learned_bos(make_byte_tokenizer(), {})
         True
     """
+    # Without a template the run was trained on documents.
     if tokenizer.bos_id is None or facts.get("config.template") is None:
         return tokenizer.bos_id is not None
     is_foreign = (

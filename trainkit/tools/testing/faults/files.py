@@ -1,4 +1,4 @@
-"""Files that go wrong: flipped bits, lost pages, files that are cut, swapped, gone or added."""
+"""Faults of files: flipped bits, lost pages, and truncated, swapped, missing or extra files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def flip_bit(path: str | Path, bit: int) -> None:
 
     Args:
         path: The file.
-        bit: Which, from 0 to 8 x its size - 1.
+        bit: The index of the bit, 0 to 8 x the file's size - 1.
 
     Effects:
         Changes the file in place.
@@ -36,7 +36,7 @@ def flip_bit(path: str | Path, bit: int) -> None:
 
 
 def truncate(path: str | Path, size: int) -> None:
-    """Cut a file off after so many bytes.
+    """Truncate a file to a number of bytes.
 
     Effects:
         Changes the file in place.
@@ -53,14 +53,14 @@ def truncate(path: str | Path, size: int) -> None:
 
 
 def zero_page(path: str | Path, page: int) -> None:
-    """Fill a page of a file with zeros, as a disk that has lost it returns it.
+    """Fill a page of a file with zeros, as a disk does that has lost it.
 
     Args:
         path: The file.
-        page: Which 4 KiB of it; the last may be shorter.
+        page: The index of the 4 KiB page; the last may be shorter.
 
     Effects:
-        Changes the file in place, but for its size.
+        Changes the file in place, and not its size.
 
     Examples:
         >>> import tempfile
@@ -77,10 +77,10 @@ def zero_page(path: str | Path, page: int) -> None:
 
 
 def swap_files(first: str | Path, second: str | Path) -> None:
-    """Let two files change places: shards that were mixed up.
+    """Swap the contents of two files, like two shards that were mixed up.
 
     Effects:
-        Changes both.
+        Changes both files.
 
     Examples:
         >>> import tempfile
@@ -98,10 +98,10 @@ def swap_files(first: str | Path, second: str | Path) -> None:
 
 
 def remove_file(path: str | Path) -> None:
-    """Remove a file that ought to be there.
+    """Remove a file, unless it is missing already.
 
     Effects:
-        Removes it; one that is missing already is none.
+        Removes the file.
 
     Examples:
         >>> remove_file("/does/not/exist")
@@ -111,10 +111,10 @@ def remove_file(path: str | Path) -> None:
 
 
 def add_file(path: str | Path, content: bytes = b"\0") -> None:
-    """Add a file that ought not to be there.
+    """Add an unexpected file.
 
     Effects:
-        Writes it.
+        Writes the file.
 
     Examples:
         >>> import tempfile

@@ -1,4 +1,4 @@
-"""Numbers that go wrong: a loss, a gradient, a parameter, a moment."""
+"""Faults of numbers: NaN in a loss, a gradient, a parameter or a moment, and flipped bits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from trainkit.parallel.parameters import canonical_name, get_local_box, get_name
 from trainkit.tools.testing.faults.steps import At, Injector, Ranks, act_at, until_next
 from trainkit.types import Hidden, RoutedOutput
 
-_Value = float | Callable[[Tensor], Tensor]  # what is written, or makes it of what was there
-_Handles = Mapping[int, RemovableHandle]  # hooks, by the id of what has them
+_Value = float | Callable[[Tensor], Tensor]  # the new value, or a function of the old one
+_Handles = Mapping[int, RemovableHandle]  # of hooks, by the id of their module or parameter
 
 
 def nan_loss_at(
@@ -24,13 +24,13 @@ def nan_loss_at(
 ) -> Injector:
     """Return an injector that makes the loss of a step NaN, and with it every gradient.
 
-    What this rank's last stage returns is multiplied with `value`, in all microbatches, and again
-    when the step is taken again before the next one; an evaluation is not touched.
+    The output of this rank's last stage is multiplied by `value` in all microbatches, and again if
+    the same batch is computed once more before the next step. Evaluations are unchanged.
 
     Args:
-        at: When; see `trainkit.tools.testing.faults.steps`.
+        at: The steps; see `trainkit.tools.testing.faults.steps`.
         stages: This rank's stages.
-        rank: Where; by default on all ranks.
+        rank: The ranks; all by default.
         value: NaN, an infinity, or a number such as 10 for a spike.
 
     Examples:
@@ -49,7 +49,7 @@ def nan_loss_at(
             return output
         if isinstance(output, RoutedOutput):
             return RoutedOutput(scaled(stage, None, output.output), output.sums)
-        if isinstance(output, tuple):  # in place of logits
+        if isinstance(output, tuple):  # of a decoder with head="hidden"
             hidden, *weight = output
             return Hidden(hidden * value, *weight)
         return output * value
@@ -69,18 +69,18 @@ def nan_gradient_at(
     element: int = 0,
     value: float = math.nan,
 ) -> Injector:
-    """Return an injector that puts a number into a gradient of a step; the loss stays finite.
+    """Return an injector that overwrites an element of a gradient; the loss stays finite.
 
-    It is this rank's own gradient, of every microbatch, before ranks are summed over, and again
-    when the step is taken again before the next one.
+    It changes this rank's gradient of every microbatch, before any reduction over ranks, and again
+    if the same batch is computed once more before the next step.
 
     Args:
-        at: When; see `trainkit.tools.testing.faults.steps`.
+        at: The steps; see `trainkit.tools.testing.faults.steps`.
         stages: This rank's stages.
-        rank: Where; by default on all ranks.
-        name: The parameter, by its name in the whole model; by default the first that this rank
-            holds a part of.
-        element: Which element of the parameter, as the backward pass has it on this rank.
+        rank: The ranks; all by default.
+        name: The parameter's name in the whole model; by default the first trainable one with
+            elements on this rank.
+        element: The index of the element in the gradient that backward computes on this rank.
         value: NaN, or an infinity.
 
     Examples:
@@ -93,21 +93,22 @@ def nan_gradient_at(
         tensor([nan])
     """
 
-    def spoiled(gradient: Tensor) -> Tensor:
+    def overwrite(gradient: Tensor) -> Tensor:
         gradient = gradient.clone()
-        _write(gradient, element, value)
+        _write_element(gradient, element, value)
         return gradient
 
     def hook() -> _Handles:
         modules, leaf = _find_owner(stages, name or _find_first_name(stages))
         handles: dict[int, RemovableHandle] = {}
 
-        # FSDP puts the gathered parameter in place for the forward pass: it is hooked when there.
+        # FSDP puts the gathered parameter in place for the forward pass, so only then it can be
+        # hooked.
         def hook_parameter(*_: Any) -> None:
-            # not get_parameter, which finds what `precision` shows in its place
+            # Not `get_parameter`, which would return the cast copy that `precision` shows instead.
             parameter = dict(modules[-1].named_parameters(recurse=False))[leaf]
             if id(parameter) not in handles:
-                handles[id(parameter)] = parameter.register_hook(spoiled)
+                handles[id(parameter)] = parameter.register_hook(overwrite)
 
         for module in modules:
             handles[id(module)] = module.register_forward_pre_hook(hook_parameter)
@@ -128,13 +129,13 @@ def nan_parameter_at(
     """Return an injector that overwrites an element of a parameter before a step.
 
     Args:
-        at: When; see `trainkit.tools.testing.faults.steps`.
+        at: The steps; see `trainkit.tools.testing.faults.steps`.
         stages: This rank's stages.
-        rank: Where; by default on all ranks.
-        name: The parameter, by its name in the whole model; by default the first that this rank
-            holds a part of.
-        element: Which element of this rank's part.
-        value: What is written.
+        rank: The ranks; all by default.
+        name: The parameter's name in the whole model; by default the first trainable one with
+            elements on this rank.
+        element: The index of the element in this rank's shard.
+        value: The value to write.
 
     Examples:
         >>> from trainkit.types import TrainState
@@ -161,15 +162,15 @@ def nan_moment_at(
     """Return an injector that overwrites an element of an optimizer's moment before a step.
 
     Args:
-        at: When; see `trainkit.tools.testing.faults.steps`.
+        at: The steps; see `trainkit.tools.testing.faults.steps`.
         stages: This rank's stages.
         optimizer: Their optimizer, which has taken a step.
-        rank: Where; by default on all ranks.
-        name: The parameter, by its name in the whole model; by default the first that this rank
-            holds a part of.
-        moment: Which of the optimizer's tensors.
-        element: Which element of this rank's part.
-        value: What is written.
+        rank: The ranks; all by default.
+        name: The parameter's name in the whole model; by default the first trainable one with
+            elements on this rank.
+        moment: The key of the tensor in the optimizer's state.
+        element: The index of the element in this rank's shard.
+        value: The value to write.
 
     Examples:
         >>> from trainkit.types import TrainState
@@ -182,11 +183,13 @@ def nan_moment_at(
         >>> optimizer.state[model.weight]["exp_avg"]
         tensor([[nan]])
     """
-
-    def moment_of() -> Tensor:
-        return optimizer.state[_get_parameter(stages, name)][moment]
-
-    return _overwrite_at(at, rank, moment_of, element, value)
+    return _overwrite_at(
+        at,
+        rank,
+        lambda: optimizer.state[_get_parameter(stages, name)][moment],
+        element,
+        value,
+    )
 
 
 def flip_bit_at(
@@ -198,16 +201,17 @@ def flip_bit_at(
     element: int = 0,
     bit: int = 20,
 ) -> Injector:
-    """Return an injector that flips one bit of a parameter before a step: a replica that drifts.
+    """Return an injector that flips one bit of a parameter before a step, on one replica, say.
 
     Args:
-        at: When; see `trainkit.tools.testing.faults.steps`.
+        at: The steps; see `trainkit.tools.testing.faults.steps`.
         stages: This rank's stages.
-        rank: Where; by default on all ranks.
-        name: The parameter, by its name in the whole model; by default the first that this rank
-            holds a part of.
-        element: Which element of this rank's part.
-        bit: Which bit of it; 0 is the last of the mantissa, which the next update may round away.
+        rank: The ranks; all by default.
+        name: The parameter's name in the whole model; by default the first trainable one with
+            elements on this rank.
+        element: The index of the element in this rank's shard.
+        bit: The index of the bit; 0 is the lowest of the mantissa, which the next update may round
+            away.
 
     Examples:
         >>> from trainkit.types import TrainState
@@ -219,12 +223,12 @@ def flip_bit_at(
         tensor([[1.5000]])
     """
 
-    def flipped(value: Tensor) -> Tensor:
+    def flip(value: Tensor) -> Tensor:
         value = value.reshape(1).clone()
         value.view(torch.uint8)[bit // 8] ^= 1 << bit % 8  # the machine is little-endian
         return value[0]
 
-    return _overwrite_at(at, rank, lambda: _get_parameter(stages, name), element, flipped)
+    return _overwrite_at(at, rank, lambda: _get_parameter(stages, name), element, flip)
 
 
 def _find_first_name(stages: Sequence[nn.Module]) -> str:
@@ -236,11 +240,11 @@ def _find_first_name(stages: Sequence[nn.Module]) -> str:
 def _get_parameter(stages: Sequence[nn.Module], name: str | None) -> nn.Parameter:
     named = get_named_parameters(stages)
     if name is not None and name not in named:
-        raise _unknown_parameter(name, stages)
+        raise _make_unknown_error(name, stages)
     return named[name or _find_first_name(stages)]
 
 
-def _unknown_parameter(name: str, stages: Sequence[nn.Module]) -> ValueError:
+def _make_unknown_error(name: str, stages: Sequence[nn.Module]) -> ValueError:
     known = ", ".join(get_named_parameters(stages))
     return ValueError(f"faults: no parameter is called {name!r}; there are {known}")
 
@@ -252,29 +256,25 @@ def _find_owner(stages: Sequence[nn.Module], name: str) -> tuple[list[nn.Module]
             for leaf, _ in module.named_parameters(recurse=False):
                 if canonical_name(f"{path}.{leaf}" if path else leaf) == name:
                     parts = path.split(".") if path else []
-                    above = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
-                    return [stage.get_submodule(part) for part in above], leaf
-    raise _unknown_parameter(name, stages)
+                    paths = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
+                    return [stage.get_submodule(part) for part in paths], leaf
+    raise _make_unknown_error(name, stages)
 
 
-def _find_element(tensor: Tensor, element: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return this rank's shard of a tensor, sharing memory, and the index of an element in it."""
+def _write_element(tensor: Tensor, element: int, value: _Value) -> None:
+    """Overwrite one element of this rank's shard of a tensor."""
     local = get_local_box(tensor).local
     if not 0 <= element < local.numel():
         raise ValueError(f"faults: this rank has {local.numel()} elements, none is {element}")
-    return local, torch.unravel_index(torch.tensor(element), local.shape)
-
-
-def _write(tensor: Tensor, element: int, value: _Value) -> None:
-    local, place = _find_element(tensor, element)
-    local[place] = value(local[place]) if callable(value) else value
+    index = torch.unravel_index(torch.tensor(element), local.shape)
+    local[index] = value(local[index]) if callable(value) else value
 
 
 def _overwrite_at(
     at: At, ranks: Ranks, find: Callable[[], Tensor], element: int, value: _Value
 ) -> Injector:
     """Return an injector that overwrites an element of a tensor before a step."""
-    return act_at(at, lambda _: _write(find(), element, value), rank=ranks)
+    return act_at(at, lambda _: _write_element(find(), element, value), rank=ranks)
 
 
 @contextmanager

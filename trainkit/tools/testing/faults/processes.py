@@ -1,4 +1,4 @@
-"""A rank whose process goes wrong: it raises, leaves, is killed, stops, hangs or is slow."""
+"""Faults of a rank's process: it raises, exits, is killed, stops, hangs or is slow."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from trainkit.types import TrainState
 
 
 def fail_at(at: At, *, rank: Ranks = None, error: BaseException | None = None) -> Injector:
-    """Return an injector that raises instead of taking a step.
+    """Return an injector that raises in place of a step.
 
     Args:
-        at: When; see `trainkit.tools.testing.faults.steps`.
-        rank: Where; by default on all ranks.
-        error: What is raised, by default a RuntimeError that says so: a bug, memory, a bad sample.
+        at: The steps; see `trainkit.tools.testing.faults.steps`.
+        rank: The ranks; all by default.
+        error: The exception; by default a RuntimeError.
 
     Examples:
         >>> step = fail_at(1, error=MemoryError("planned"))(lambda state, batch: (state, {}))
@@ -33,11 +33,11 @@ def fail_at(at: At, *, rank: Ranks = None, error: BaseException | None = None) -
 
 
 def exit_at(at: At, *, rank: Ranks = None, code: int = 0) -> Injector:
-    """Return an injector that ends the process in good order: a rank that leaves its peers.
+    """Return an injector that exits the process normally, so that a rank leaves its peers.
 
     Args:
-        at: When; see `trainkit.tools.testing.faults.steps`.
-        rank: Where; by default on all ranks.
+        at: The steps; see `trainkit.tools.testing.faults.steps`.
+        rank: The ranks; all by default.
         code: The exit code.
 
     Examples:
@@ -61,11 +61,11 @@ def signal_at(
     """Return an injector that sends a signal to the rank's own process.
 
     Args:
-        at: When; see `trainkit.tools.testing.faults.steps`.
-        rank: Where; by default on all ranks.
-        signum: The signal; SIGTERM is how schedulers ask a job to stop.
-        times: How often it is sent.
-        after: Send it after the step, before the caller hears of it, and not before the step.
+        at: The steps; see `trainkit.tools.testing.faults.steps`.
+        rank: The ranks; all by default.
+        signum: The signal. Schedulers stop a job by SIGTERM.
+        times: How often to send it.
+        after: Send it after the step, before it returns, and not before the step.
 
     Examples:
         >>> before = signal.signal(signal.SIGUSR1, lambda *_: print("stopping"))
@@ -83,12 +83,12 @@ def signal_at(
 
 
 def kill_at(at: At, *, rank: Ranks = None, after: bool = False) -> Injector:
-    """Return an injector that ends the process at once, by SIGKILL: no handler, no last words.
+    """Return an injector that kills the process by SIGKILL, which runs no handler.
 
     Args:
-        at: When; see `trainkit.tools.testing.faults.steps`.
-        rank: Where; by default on all ranks.
-        after: Between the step's update and the caller's counters, and not before the step.
+        at: The steps; see `trainkit.tools.testing.faults.steps`.
+        rank: The ranks; all by default.
+        after: Kill it after the step, before it returns, and not before the step.
 
     Examples:
         >>> step = kill_at(7, rank=1)(lambda state, batch: (state, {}))
@@ -99,11 +99,11 @@ def kill_at(at: At, *, rank: Ranks = None, after: bool = False) -> Injector:
 
 
 def stop_at(at: At, *, rank: Ranks = None) -> Injector:
-    """Return an injector that stops the process until somebody continues or kills it (SIGSTOP).
+    """Return an injector that stops the process (SIGSTOP) until it is continued or killed.
 
     Args:
-        at: When; see `trainkit.tools.testing.faults.steps`.
-        rank: Where; by default on all ranks.
+        at: The steps; see `trainkit.tools.testing.faults.steps`.
+        rank: The ranks; all by default.
 
     Examples:
         >>> step = stop_at(7, rank=1)(lambda state, batch: (state, {}))
@@ -114,11 +114,11 @@ def stop_at(at: At, *, rank: Ranks = None) -> Injector:
 
 
 def hang_at(at: At, *, rank: Ranks = None) -> Injector:
-    """Return an injector that never comes back, though its process lives and has its threads.
+    """Return an injector that hangs forever, while the process and its threads live.
 
     Args:
-        at: When; see `trainkit.tools.testing.faults.steps`.
-        rank: Where; by default on all ranks.
+        at: The steps; see `trainkit.tools.testing.faults.steps`.
+        rank: The ranks; all by default.
 
     Examples:
         >>> step = hang_at(7, rank=1)(lambda state, batch: (state, {}))
@@ -134,18 +134,18 @@ def hang_at(at: At, *, rank: Ranks = None) -> Injector:
 
 
 def slow_at(at: At, *, rank: Ranks = None, seconds: float) -> Injector:
-    """Return an injector that waits before a step: a straggler.
+    """Return an injector that sleeps before a step, as a straggler.
 
     Args:
-        at: When; see `trainkit.tools.testing.faults.steps`.
-        rank: Where; by default on all ranks.
-        seconds: How long.
+        at: The steps; see `trainkit.tools.testing.faults.steps`.
+        rank: The ranks; all by default.
+        seconds: The time to sleep.
 
     Examples:
-        >>> begin = time.monotonic()
+        >>> start = time.monotonic()
         >>> step = slow_at(1, seconds=0.02)(lambda state, batch: (state, {}))
         >>> _ = step(TrainState(), None)
-        >>> time.monotonic() - begin >= 0.02
+        >>> time.monotonic() - start >= 0.02
         True
     """
     return act_at(at, lambda _: time.sleep(seconds), rank=rank)

@@ -1,15 +1,15 @@
-"""Faults to put into a run on purpose: what a trainer must survive, in the tests of anybody.
+"""Inject faults into training steps.
 
-A training step is a function `(state, batch) -> (state, metrics)`. An injector is a function from a
-step to a step that does as it did, but for one thing that goes wrong: so a library needs no hooks
-for its tests, and a user's own loop can be tried in the same way.
+A training step is a function `(state, batch) -> (state, metrics)`. An injector takes a step and
+returns one that does the same, except for one fault. So the library needs no hooks for its tests,
+and a user's own loop can be tested in the same way.
 
     train_step = kill_at(7, rank=1)(make_train_step(cfg, ps, stages, optimizer))
 
-`at` says when: the number of a step (the 7 that metrics.jsonl will call step 7, which begins with
-`state.step == 6`), several of them, or a question about the state. A step that is taken again after
-a rollback has the same number: `lambda state: state.cursor.batch == 6` follows the data instead.
-`rank` says where: on one rank, on several, by default on all. Files have faults of their own.
+`at` selects steps: the number of a step (7 is step 7 of metrics.jsonl, which starts with
+`state.step == 6`), several numbers, or a function of the state. A step that is repeated after a
+rollback has the same number; `lambda state: state.cursor.batch == 6` follows the data instead.
+`rank` selects ranks: one, several, or by default all.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ import torch.distributed as dist
 from trainkit.types import StepBatch, TrainState
 
 TrainStep = Callable[[TrainState, StepBatch], tuple[TrainState, Any]]
-"""`TrainStep(state, batch) -> (state, metrics)`: all of one step, as a recipe writes it."""
+"""`TrainStep(state, batch) -> (state, metrics)`: all of one step, as in a recipe."""
 
 Injector = Callable[[TrainStep], TrainStep]
-"""From a train step to one in which something goes wrong."""
+"""`Injector(train_step) -> train_step`, with a fault."""
 
 At = int | Collection[int] | Callable[[TrainState], bool]
-"""When: the number of a step, several, or whether a step that begins with this state is meant."""
+"""The number of a step, several, or a predicate of the state that a step starts with."""
 
 Ranks = int | Collection[int] | None
-"""Where: a rank, several, or all of them."""
+"""A rank, several, or None for all."""
 
 
 def act_at(at: At, act: Callable[[TrainState], Any], *, rank: Ranks = None) -> Injector:
-    """Return an injector that calls a function before a step: any fault that has no name here.
+    """Return an injector that calls a function before a step, for any other fault.
 
     Args:
-        at: When; see the head of this module.
-        act: Called with the state that the step begins with.
-        rank: Where; by default on all ranks.
+        at: The steps; see the head of this module.
+        act: Called with the state that the step starts with.
+        rank: The ranks; all by default.
 
     Examples:
         >>> step = act_at({2, 4}, lambda state: print("before step", state.step + 1))(
@@ -60,14 +60,14 @@ def act_at(at: At, act: Callable[[TrainState], Any], *, rank: Ranks = None) -> I
 
 
 def act_after(at: At, act: Callable[[TrainState], Any], *, rank: Ranks = None) -> Injector:
-    """Return an injector that calls a function after a step, before its caller hears of it.
+    """Return an injector that calls a function after a step, before the step returns.
 
-    The parameters have moved and the counters of the caller have not.
+    The parameters are updated, and the caller's counters are not.
 
     Args:
-        at: When; see the head of this module.
-        act: Called with the state that the step has come to.
-        rank: Where; by default on all ranks.
+        at: The steps; see the head of this module.
+        act: Called with the state that the step returns.
+        rank: The ranks; all by default.
 
     Examples:
         >>> step = act_after(1, lambda state: print("step 1 done"))(
@@ -88,12 +88,12 @@ def act_after(at: At, act: Callable[[TrainState], Any], *, rank: Ranks = None) -
 def wrap_step(
     at: At, around: Callable[[], AbstractContextManager[Any]], *, rank: Ranks = None
 ) -> Injector:
-    """Return an injector that takes a step inside a `with` block: any fault that lasts for a step.
+    """Return an injector that runs a step inside a `with` block, for faults that last for a step.
 
     Args:
-        at: When; see the head of this module.
-        around: Makes the block's context.
-        rank: Where; by default on all ranks.
+        at: The steps; see the head of this module.
+        around: Returns the context manager.
+        rank: The ranks; all by default.
 
     Examples:
         >>> import contextlib, io
@@ -115,15 +115,14 @@ def wrap_step(
 def until_next(
     at: At, around: Callable[[], AbstractContextManager[Any]], *, rank: Ranks = None
 ) -> Injector:
-    """Return an injector like `wrap_step` whose `with` block lasts until the next step begins.
+    """Return an injector like `wrap_step` whose `with` block lasts until the next step starts.
 
-    What a batch does to a step it does again when the step is taken once more, as a guard does that
-    looks for what was wrong.
+    So the fault is there again when a guard recomputes the batch to find its cause.
 
     Args:
-        at: When; see the head of this module.
-        around: Makes the block's context.
-        rank: Where; by default on all ranks.
+        at: The steps; see the head of this module.
+        around: Returns the context manager.
+        rank: The ranks; all by default.
 
     Examples:
         >>> import contextlib, io
@@ -139,12 +138,12 @@ def until_next(
     """
 
     def wrap(train_step: TrainStep) -> TrainStep:
-        held = ExitStack()
+        stack = ExitStack()
 
         def injected(state: TrainState, batch: StepBatch) -> tuple[TrainState, Any]:
-            held.close()
+            stack.close()
             if _is_due(at, rank, state):
-                held.enter_context(around())
+                stack.enter_context(around())
             return train_step(state, batch)
 
         return injected
@@ -168,8 +167,8 @@ def _replace_steps(
 
 
 def _is_due(at: At, ranks: Ranks, state: TrainState) -> bool:
-    own = dist.get_rank() if dist.is_initialized() else 0
-    if ranks is not None and own not in ({ranks} if isinstance(ranks, int) else ranks):
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if ranks is not None and rank not in ({ranks} if isinstance(ranks, int) else ranks):
         return False
     if callable(at):
         return at(state)

@@ -1,7 +1,7 @@
 """Is a run in fewer bits as far from fp32 as another seed is? The default recipe, 200 steps.
 
-python tests/benchmarks/precision.py FOLDER              # all rows: a minute or two each
-python tests/benchmarks/precision.py FOLDER bf16 fp16    # some; those of fp32 are always there
+python tests/benchmarks/studies/precision.py FOLDER              # all rows: a minute or two each
+python tests/benchmarks/studies/precision.py FOLDER bf16 fp16    # some, and those of fp32
 
 Five seeds in fp32 come first: of each window of 20 steps the mean loss, and how far it is from the
 least to the largest of the five. A row has seed 0, and is told by how far the mean of a window is
@@ -25,7 +25,7 @@ import trainkit as tk
 from trainkit.parallel import autocast_call
 from trainkit.run.sinks.jsonl import read_jsonl
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "pretrain.py"
+RECIPE = Path(__file__).parents[3] / "recipes" / "pretrain.py"
 STEPS, WINDOW, SEEDS = 200, 20, 5
 
 

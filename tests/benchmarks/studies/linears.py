@@ -1,7 +1,7 @@
 """Is a run in float8, or in QAT, as far from fp32 as another seed is? See precision.py.
 
-python tests/benchmarks/linears.py FOLDER                      # all rows
-python tests/benchmarks/linears.py FOLDER float8_tensorwise    # some
+python tests/benchmarks/studies/linears.py FOLDER                      # all rows
+python tests/benchmarks/studies/linears.py FOLDER float8_tensorwise    # some
 
 FOLDER may be that of precision.py, whose five seeds in fp32 are then read and not run again.
 """

@@ -14,7 +14,7 @@ from trainkit.sampling import assign_rows
 from trainkit.types import BATCH_TENSORS, Batch, DataShard
 
 
-def deal_batch(
+def distribute_batch(
     batch: Batch, data_shard: DataShard, *, rows_per_microbatch: int | None = None
 ) -> list[Batch]:
     """Return one rank's microbatches of a global batch, sharded as by `make_microbatches`.
@@ -31,7 +31,7 @@ def deal_batch(
     Examples:
         >>> from trainkit.batch import make_padding_batch
         >>> from trainkit.types import Share
-        >>> microbatches = deal_batch(
+        >>> microbatches = distribute_batch(
         ...     make_padding_batch(4, 8), DataShard(Share(1, 2)), rows_per_microbatch=1
         ... )
         >>> len(microbatches), microbatches[0].input_ids.shape
