@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.noise import make_key, normal_by_quantile
-from trainkit.noise.counters import to_int64
+from trainkit.noise import make_key, normal_by_quantile, to_int64
 from trainkit.parallel.grad_reduction import find_reducers, get_local, reshard_
 from trainkit.parallel.parameters import canonical_name, get_local_box, get_named_parameters
 from trainkit.post.adapters.frozen import Noise
