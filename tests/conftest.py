@@ -138,16 +138,16 @@ def _no_process_is_left():
 
 @pytest.fixture
 def asked_of_the_disk(monkeypatch):
-    """Count what is asked of the disk, by name."""
-    asked = Counter()
+    """Count the calls that read a disk, by name."""
+    counts = Counter()
 
     def counting(name, function):
         def counted(*args, **options):
-            asked[name] += 1
+            counts[name] += 1
             return function(*args, **options)
 
         return counted
 
     for home, name in ((os, "listdir"), (os, "scandir"), (os, "stat"), (os, "open"), (io, "open")):
         monkeypatch.setattr(home, name, counting(name, getattr(home, name)))
-    return asked
+    return counts

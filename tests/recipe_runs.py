@@ -103,7 +103,7 @@ def without_pictures():
 def here(flags, recipe="pretrain", *, layers=2, drawn=False):
     """Run a recipe in this process; return its exit code, and what it printed or said on stderr.
 
-    Its loss and load are drawn only where it is asked for.
+    Its loss and load are drawn only on request.
     """
     out, err = io.StringIO(), io.StringIO()
     with (
@@ -139,9 +139,9 @@ def assert_equal_runs(found, wanted, *, steps=None, about=""):
 
 def refusal(recipe, *flags):
     """Run a recipe that has to fail in this process; return its exit code and what it says."""
-    code, said = here(flags, recipe)
-    assert code, said
-    error = error_of(said)
+    code, output = here(flags, recipe)
+    assert code, output
+    error = error_of(output)
     assert error["code"] == code
     return code, error["what"]
 

@@ -42,12 +42,12 @@ def test_every_benchmark_is_run_beside_the_last_tag_and_a_miss_is_told(tmp_path,
     benchmarks, page = repository(tmp_path)
     assert command.main(["--write"], root=tmp_path) == 0
     printed, text = capsys.readouterr().out, page.read_text()
-    for told in (printed, text):
-        assert "| benchmark | here (" in told
-        assert "| old |" in told
-        assert "| new | met, 0 s | - |" in told
-        assert "| quick | met, 0 s | MISSED, 0 s |" in told
-        assert "1.5 us: met" in told
+    for table in (printed, text):
+        assert "| benchmark | here (" in table
+        assert "| old |" in table
+        assert "| new | met, 0 s | - |" in table
+        assert "| quick | met, 0 s | MISSED, 0 s |" in table
+        assert "1.5 us: met" in table
     assert "2 of 2 | quick | met, 0 s | MISSED, 0 s | about 0 min left" in printed
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
@@ -60,8 +60,8 @@ def test_every_benchmark_is_run_beside_the_last_tag_and_a_miss_is_told(tmp_path,
 
     (benchmarks / "new.py").write_text("import sys\nprint('0.5')\nsys.exit(1)\n")
     (benchmarks / "quick.py").write_text("raise ImportError('gone')\n")
-    asked = ["--against", "none", "--repeat", "2", "--only", "new"]
-    assert command.main(asked, root=tmp_path) == 1
+    flags = ["--against", "none", "--repeat", "2", "--only", "new"]
+    assert command.main(flags, root=tmp_path) == 1
     assert "| new | MISSED (2 of 2), 0 s |" in capsys.readouterr().out
     assert command.main(["--against", "none"], root=tmp_path) == 1
     assert "ImportError: gone" in capsys.readouterr().out

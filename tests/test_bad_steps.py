@@ -94,8 +94,12 @@ def step_function(ps, stages, optimizer, *, policy, guilty=0, protected=True, wo
                 should_apply=applies,
                 world=world,
             )
-        told = {"grad_norm": update.norm, "skipped": ~update.applied}
-        metrics = {**terms, **told, "tokens": tokens}
+        metrics = {
+            **terms,
+            "grad_norm": update.norm,
+            "skipped": ~update.applied,
+            "tokens": tokens,
+        }
         return (
             attrs.evolve(
                 state, step=state.step + 1, tokens=state.tokens + tokens, cursor=batch.cursor
@@ -162,10 +166,10 @@ def visit(case):
             action, _ = health.judge_step(
                 after, record, policy, damage=None if case.alone else damage
             )
-            told = find_nonfinite(replay, stages, ps.world)
+            causes = find_nonfinite(replay, stages, ps.world)
             assert all(p.grad is None for p in tk.get_parameters(stages))
             now = bits_of(stages, optimizer)  # nor has blame moved anything
-            found.append((action.kind, changed(before, now), told, action.reason))
+            found.append((action.kind, changed(before, now), causes, action.reason))
             before = now
         state, metrics, _ = step(state, batch(state.cursor))  # and on it goes
         return found, float(metrics["loss"]), bool(metrics["skipped"])
@@ -192,23 +196,23 @@ TENSOR = Layout(tp=2, vocab_size=32)
 
 
 def check_nothing_moved(site, ranks, guilty, *, named="rank {}"):
-    kinds, moved, told, reasons = zip(*ranks, strict=True)
+    kinds, moved, causes, reasons = zip(*ranks, strict=True)
     assert set(kinds) == {"skip"}, (site, kinds, reasons)
     assert not any(moved), (site, moved)
-    assert all(other == told[0] for other in told)
+    assert all(other == causes[0] for other in causes)
     if site.kind == "gradient":
         # It was spoiled after the sum: who holds it is all that there is to know.
         held = f"the summed gradient of {site.name}, held by rank {guilty}"
-        assert told[0] == [held, "computed again, each rank's own numbers are finite"], site
+        assert causes[0] == [held, "computed again, each rank's own numbers are finite"], site
     if site.kind == "backward":
-        assert told[0][0] == f"the gradient of norm.weight on {named.format(guilty)}"
+        assert causes[0][0] == f"the gradient of norm.weight on {named.format(guilty)}"
 
 
 @pytest.mark.case("N1", "N2", "N3")
 def test_no_fault_of_one_process_poisons_a_parameter():
     found, loss, skipped = visit(Visit(sites=[*SITES, BACKWARD], guilty=0))
-    for site, told in zip([*SITES, BACKWARD], found, strict=True):
-        check_nothing_moved(site, [told], 0)
+    for site, outcome in zip([*SITES, BACKWARD], found, strict=True):
+        check_nothing_moved(site, [outcome], 0)
     assert math.isfinite(loss)
     assert not skipped
 
@@ -367,11 +371,11 @@ def test_a_half_precision_gradient_that_always_overflows_ends_the_run():
 
 def uninterrupted(steps):
     state, step, make_batch, stages, optimizer = solo()
-    told = []
+    history = []
     while state.step < steps:
         state, metrics, _ = step(state, make_batch(state.cursor))
-        told.append(float(metrics["loss"]).hex())
-    return told, tk.state_hash(state, stages, optimizer, tk.solo_parallel())
+        history.append(float(metrics["loss"]).hex())
+    return history, tk.state_hash(state, stages, optimizer, tk.solo_parallel())
 
 
 class KilledError(Exception):
@@ -380,11 +384,11 @@ class KilledError(Exception):
 
 def killed_at(place, tmp_path):
     """Train 4 steps, die in the third, go on from the second; return losses and hash."""
-    ps, told = tk.solo_parallel(), []
+    ps, history = tk.solo_parallel(), []
     state, step, make_batch, stages, optimizer = solo()
     while state.step < 2:
         state, metrics, _ = step(state, make_batch(state.cursor))
-        told.append(float(metrics["loss"]).hex())
+        history.append(float(metrics["loss"]).hex())
     tk.save_checkpoint(tmp_path, state, stages, optimizer, ps)
 
     def die(*_, **__):
@@ -407,8 +411,8 @@ def killed_at(place, tmp_path):
     state = tk.resume(tmp_path, state, stages, optimizer, ps, log=lambda _: None)
     while state.step < 4:
         state, metrics, _ = step(state, make_batch(state.cursor))
-        told.append(float(metrics["loss"]).hex())
-    return told, tk.state_hash(state, stages, optimizer, ps)
+        history.append(float(metrics["loss"]).hex())
+    return history, tk.state_hash(state, stages, optimizer, ps)
 
 
 @pytest.mark.parametrize(
@@ -425,15 +429,15 @@ def test_a_step_that_was_cut_short_is_taken_once(place, tmp_path):
 @pytest.mark.case("O3", "O4")
 def test_the_control_a_step_taken_twice_shows():
     state, step, make_batch, _, _ = solo()
-    told = []
+    history = []
     for again in (0, 0, 1, 0):  # the third step's update is there already when it is taken
         if again:
             step(state, make_batch(state.cursor))
         state, metrics, _ = step(state, make_batch(state.cursor))
-        told.append(float(metrics["loss"]).hex())
+        history.append(float(metrics["loss"]).hex())
     wanted, _ = uninterrupted(4)
-    assert told[:2] == wanted[:2]
-    assert told[2:] != wanted[2:]
+    assert history[:2] == wanted[:2]
+    assert history[2:] != wanted[2:]
 
 
 SCHEDULES = {

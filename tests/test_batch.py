@@ -589,12 +589,12 @@ def test_a_sample_is_shifted_once_with_all_that_belongs_to_its_targets(ids, data
         assert shifted[name].tolist() == list(range(len(rest)))
     for name in ("temperature", "name", "image"):
         assert shifted[name] is sample[name]
-    told = any(trained[i] and ids[i] != ids[i + 1] for i in range(len(ids) - 1))
+    is_shifted = any(trained[i] and ids[i] != ids[i + 1] for i in range(len(ids) - 1))
     found = shift_tokens(sample)
-    assert len(found["input_ids"]) == len(ids) - told
+    assert len(found["input_ids"]) == len(ids) - is_shifted
     assert found.keys() == sample.keys()
     again = shift_tokens(found)  # a shifted sample is never shifted again
-    assert not told or again["labels"].tolist() == shifted["labels"].tolist()
+    assert not is_shifted or again["labels"].tolist() == shifted["labels"].tolist()
 
 
 @pytest.mark.parametrize(

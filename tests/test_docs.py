@@ -121,10 +121,10 @@ def problems_of_command(line):
         return [f"{script} has no flag {w}" for w in given if w[:2] == "--" and w not in flags]
     if words[:3] == ["python", "-m", "trainkit"]:
         try:
-            with contextlib.redirect_stderr(io.StringIO()) as said:
+            with contextlib.redirect_stderr(io.StringIO()) as stderr:
                 command_line._make_parser().parse_args(words[3:])
         except SystemExit:
-            return [said.getvalue()]
+            return [stderr.getvalue()]
     elif words[:1] not in (["pip"], ["cat"], ["pytest"]):
         return [f"{words[0]!r} is no command that the pages may use"]
     return []

@@ -246,7 +246,7 @@ def test_a_step_that_does_not_apply_changes_nothing_whatever_the_gradient(name, 
             optimizer,
             lr=0.1,
             max_norm=1.0,
-            should_apply=lambda norm, told=applies: seen.append(norm) or torch.tensor(told),
+            should_apply=lambda norm, applied=applies: seen.append(norm) or torch.tensor(applied),
         )
         assert seen[-1] is update.norm
         assert bool(update.applied) == applies
@@ -567,8 +567,8 @@ def test_what_does_not_come_again_is_said_to_be_finite_now():
         (model(torch.ones(1, 2)).sum() * spoiled.pop()).backward()
         return {"loss": torch.ones(())}
 
-    told = "computed again, each rank's own numbers are finite"
-    assert find_nonfinite(replay, [model], SOLO) == [told]
+    reason = "computed again, each rank's own numbers are finite"
+    assert find_nonfinite(replay, [model], SOLO) == [reason]
     assert find_nonfinite(replay, [model], SOLO) == ["the gradient of weight on rank 0"]
 
 
@@ -591,8 +591,8 @@ def test_a_replay_says_no_more_than_it_has_seen():
         parameter.weight.grad = torch.full((1, 1), math.inf)
         return {"loss": torch.ones(())}
 
-    told = "the summed gradient of weight, held by rank 0"
-    assert find_nonfinite(replay, [parameter], SOLO) == [told]
+    reason = "the summed gradient of weight, held by rank 0"
+    assert find_nonfinite(replay, [parameter], SOLO) == [reason]
 
 
 def refused_by_one():
@@ -607,7 +607,7 @@ def refused_by_one():
                 torch.optim.SGD(params),
                 lr=1.0,
                 max_norm=None,
-                should_apply=lambda _, told=applies: told,
+                should_apply=lambda _, applied=applies: applied,
                 world=ps.world,
             )
             found.append((float(update.norm), bool(update.applied), params[0].tolist()))

@@ -153,18 +153,18 @@ def test_a_step_without_tokens_is_skipped_and_held_against_nobody():
 @pytest.mark.case("N5")
 def test_bad_steps_in_a_row_lead_to_roll_backs_and_then_to_a_stop_with_the_list():
     policy = Policy(max_skips=3, max_rollbacks=2)
-    state, told = TrainState(step=9, health=GOOD), []
+    state, actions = TrainState(step=9, health=GOOD), []
     while True:
         state = attrs.evolve(state, step=state.step + 1)
         action, state = judge_step(state, record(NAN), policy)
-        told.append((state.step, action.kind))
+        actions.append((state.step, action.kind))
         if action.kind == "stop":
             break
         if action.kind == "rollback":
             assert action.before == 9
             state = TrainState(step=9, health=restore_health(GOOD, state.health))
     row = [(10, "skip"), (11, "skip")]
-    assert told == [*row, (12, "rollback"), *row, (12, "rollback"), *row, (12, "stop")]
+    assert actions == [*row, (12, "rollback"), *row, (12, "rollback"), *row, (12, "stop")]
     error = make_stop_error(action, state.health)
     assert isinstance(error, NumericsError)
     assert error.code == 67
@@ -191,17 +191,17 @@ def test_a_good_step_ends_the_row():
 
 @pytest.mark.case("N4")
 def test_damaged_parameters_or_moments_are_rolled_back_at_once():
-    asked = []
+    calls = []
 
     def damage():
-        asked.append(1)
+        calls.append(1)
         return ["optimizer/exp_avg/head.weight on rank 1"]
 
     actions, _ = run([record(), record(20.0), record(), record(NAN)], Policy(), GOOD, damage)
     assert kinds(actions) == ["apply", "apply", "apply", "rollback"]
     assert actions[-1].reason.endswith("not finite: optimizer/exp_avg/head.weight on rank 1")
     assert actions[-1].before == 3
-    assert len(asked) == 1  # only for the bad step
+    assert len(calls) == 1  # only for the bad step
     # The control: who does not look skips what no skip mends.
     assert kinds(run([record(NAN)], Policy(), GOOD, None)[0]) == ["skip"]
     assert kinds(run([record(NAN)], Policy(), GOOD, list)[0]) == ["skip"]
@@ -361,8 +361,8 @@ def fires(losses, factor=INF):
 
 
 def test_a_loss_that_stays_up_is_a_divergence_at_the_third_value():
-    told, memory = fires([3.0] * 12 + [7.0, 7.0, 7.0])
-    assert told == [False] * 14 + [True]
+    alarms, memory = fires([3.0] * 12 + [7.0, 7.0, 7.0])
+    assert alarms == [False] * 14 + [True]
     assert memory["evaluation_best"] == 3.0
     assert memory["evaluation_smooth"] == pytest.approx(3 + 4 * (1 - 0.7**3))
     assert fires([3.0] * 12 + [7.0, 7.0, 0.0, 7.0])[0] == [False] * 16  # two and two are no three
@@ -371,8 +371,8 @@ def test_a_loss_that_stays_up_is_a_divergence_at_the_third_value():
 def test_the_first_values_are_never_high_and_one_that_is_no_number_always_is():
     assert not any(fires([3.0] + [50.0] * 11)[0])
     assert fires([3.0] + [50.0] * 12)[0].index(True) == 12
-    told, memory = fires([3.0, NAN, 3.0, INF])
-    assert told == [False, True, False, True]
+    alarms, memory = fires([3.0, NAN, 3.0, INF])
+    assert alarms == [False, True, False, True]
     assert memory["evaluation_seen"] == 2
 
 

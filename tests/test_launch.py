@@ -49,18 +49,18 @@ class Watched(dict):
 
     def __init__(self, env):
         super().__init__(env)
-        self.asked = set()
+        self.names = set()
 
     def __contains__(self, name):
-        self.asked.add(name)
+        self.names.add(name)
         return super().__contains__(name)
 
     def __getitem__(self, name):
-        self.asked.add(name)
+        self.names.add(name)
         return super().__getitem__(name)
 
     def get(self, name, default=None):
-        self.asked.add(name)
+        self.names.add(name)
         return super().get(name, default)
 
 
@@ -87,7 +87,7 @@ def test_the_page_names_the_variables_that_are_read_and_no_others(title, read, e
     for found in seen:
         if "SLURM_PROCID" in env or dict.__contains__(found, "MASTER_PORT"):
             read(found)
-    assert set().union(*(found.asked for found in seen)) == named_in(title) == set(env)
+    assert set().union(*(found.names for found in seen)) == named_in(title) == set(env)
 
 
 USUAL = Launch(rank=9, world=16, local_rank=1, address="gpu07", port=29501)
@@ -282,16 +282,16 @@ def test_ray_s_processes_get_variables_that_make_a_launch(tmp_path, monkeypatch)
     script = tmp_path / "recipe.py"
     script.write_text(
         "import os, sys, pathlib\nfrom trainkit.mesh import read_launch\n"
-        "told = read_launch(os.environ)\n"
+        "own = read_launch(os.environ)\n"
         "with pathlib.Path(sys.argv[1]).open('a') as file:\n"
-        "    file.write(f'{told.rank} {told.world} {told.local_rank} {told.address}\\n')\n"
-        "sys.exit(told.rank)\n"
+        "    file.write(f'{own.rank} {own.world} {own.local_rank} {own.address}\\n')\n"
+        "sys.exit(own.rank)\n"
     )
     namespace = {"__name__": "launch_with_ray"}
     exec(blocks("Ray")["python"], namespace)
-    codes = namespace["launch"](2, [str(script), str(tmp_path / "told")])
+    codes = namespace["launch"](2, [str(script), str(tmp_path / "launched")])
     assert codes == [0, 1]
-    assert (tmp_path / "told").read_text() == "0 2 0 10.0.0.7\n1 2 0 10.0.0.7\n"
+    assert (tmp_path / "launched").read_text() == "0 2 0 10.0.0.7\n1 2 0 10.0.0.7\n"
 
 
 # ------------------------------------------------------------------------------------ torch

@@ -30,10 +30,10 @@ def test_the_scale_moves_as_that_of_torch():
     p = torch.nn.Parameter(torch.zeros(1))
     sgd, memory = torch.optim.SGD([p]), {}
     for overflows in map(int, "1000010000000110"):
-        told = {"loss_scale": health.get_loss_scale(memory, FP16)}
-        assert float(told["loss_scale"]) == scaler.get_scale()
-        told["overflowed"] = torch.tensor(bool(overflows))
-        memory = health.update_loss_scale(memory, told, interval=3)
+        metrics = {"loss_scale": health.get_loss_scale(memory, FP16)}
+        assert float(metrics["loss_scale"]) == scaler.get_scale()
+        metrics["overflowed"] = torch.tensor(bool(overflows))
+        memory = health.update_loss_scale(memory, metrics, interval=3)
         scaler.scale(p.sum() * (math.inf if overflows else 1.0)).backward()
         scaler.step(sgd)
         scaler.update()
@@ -65,18 +65,18 @@ def test_every_denominator_is_scaled():
 
 
 def record(loss=2.0, norm=math.inf, scale=8.0, **more):
-    told = {"loss": loss, "grad_norm": norm, "skipped": 1, "tokens": 9}
-    return told | {"loss_scale": scale, "overflowed": 1} | more
+    metrics = {"loss": loss, "grad_norm": norm, "skipped": 1, "tokens": 9}
+    return metrics | {"loss_scale": scale, "overflowed": 1} | more
 
 
 def test_an_overflow_is_no_bad_step_and_what_no_scale_mends_is_one():
     state = tk.TrainState(step=5, health={"skips": 2.0, "first_bad": 3.0, "losses": [2.0]})
-    for told in (record(), record(norm=math.nan), record(norm=1.0)):  # of another rank's norm
-        action, after = health.judge_step(state, told, POLICY)
+    for metrics in (record(), record(norm=math.nan), record(norm=1.0)):  # of another rank's norm
+        action, after = health.judge_step(state, metrics, POLICY)
         assert (action.kind, action.reason) == ("skip", "")
         assert after.health == state.health
-    for told in (record(loss=math.nan), record(scale=1.0), record(overflowed=0, norm=math.nan)):
-        action, after = health.judge_step(state, told, POLICY)
+    for metrics in (record(loss=math.nan), record(scale=1.0), record(overflowed=0, norm=math.nan)):
+        action, after = health.judge_step(state, metrics, POLICY)
         assert (action.kind, after.health["skips"]) == ("rollback", 3.0)
     taken, _ = health.judge_step(state, record(skipped=0), POLICY, damage=lambda: ["weight"])
     assert taken.kind == "rollback"
@@ -85,7 +85,7 @@ def test_an_overflow_is_no_bad_step_and_what_no_scale_mends_is_one():
 def steps_of(layout, spoiled=(1,), steps=4):
     """Train in fp16; in some steps the last rank has an infinite gradient. Return all decisions."""
     text = corpus()
-    bins, told = tk.pack_bins(text.lengths, CAPACITY), []
+    bins, history = tk.pack_bins(text.lengths, CAPACITY), []
     with tk.parallel_session(layout) as ps:
         plan, weights = make_decoder_plan(tk.Layout(), precision=FP16), init_weights(MODEL, seed=0)
         stages = tk.build_stages(lambda: Decoder(MODEL, head="hidden"), ps, plan, weights=weights)
@@ -117,8 +117,8 @@ def steps_of(layout, spoiled=(1,), steps=4):
             metrics = {**terms, **update.metrics, "tokens": tokens}
             state, metrics = tk.advance(state, batch, metrics, axis=ps.loss)
             names = ("loss", "grad_norm", "loss_scale", "overflowed", "skipped")
-            told.append(([float(metrics[name]) for name in names], same))
-        return told, float(state.health["loss_scale"]), float(state.health["scale_held"])
+            history.append(([float(metrics[name]) for name in names], same))
+        return history, float(state.health["loss_scale"]), float(state.health["scale_held"])
 
 
 def in_every_layout(layouts):
@@ -134,9 +134,9 @@ def test_an_overflow_on_one_rank_skips_on_all_and_all_have_one_scale(layouts):
         2,
     )
     first, second = run_ranks(in_every_layout, 2, layouts)
-    for told, other, layout in zip(first, second, layouts, strict=True):
-        assert (told[1], told[2]) == (other[1], other[2]) == (scale, held), layout
-        for (mine, same), (theirs, too), (solo, _) in zip(told[0], other[0], alone, strict=True):
+    for one, other, layout in zip(first, second, layouts, strict=True):
+        assert (one[1], one[2]) == (other[1], other[2]) == (scale, held), layout
+        for (mine, same), (theirs, too), (solo, _) in zip(one[0], other[0], alone, strict=True):
             assert mine[2:] == theirs[2:] == solo[2:], layout
             assert same == too == bool(solo[4]), layout  # skipped: not a bit has changed
             assert mine[0] == pytest.approx(solo[0], rel=2e-2), layout
@@ -146,7 +146,7 @@ def test_an_overflow_on_one_rank_skips_on_all_and_all_have_one_scale(layouts):
 
 def test_a_run_finds_its_scale_without_bad_steps_and_goes_on_bit_for_bit(tmp_path, monkeypatch):
     own = health.get_loss_scale
-    begin = lambda memory, told: own({"loss_scale": 2.0**26} | memory, told)  # noqa: E731
+    begin = lambda memory, precision: own({"loss_scale": 2.0**26} | memory, precision)  # noqa: E731
     monkeypatch.setattr(health, "get_loss_scale", begin)
     (tmp_path / "a.txt").write_text("".join(f"word{i % 17} = {i}\n" for i in range(600)))
     flags = ["--data", tmp_path / "a.txt", *SMALL.split(), "--compute", "fp16"]
@@ -154,10 +154,10 @@ def test_a_run_finds_its_scale_without_bad_steps_and_goes_on_bit_for_bit(tmp_pat
     monkeypatch.setattr("trainkit.models.make_decoder_config", nano_config)
     for name, *steps in (("whole", 12), ("cut", 8, 12)):
         for last in steps:
-            code, said = here(["--out", tmp_path / name, "--steps", last, *flags])
-            assert code == 0, said
-            assert name == "cut" or "overflow: skipped, scale now 3.35544e+07" in said
-            assert "norm inf" not in said
+            code, output = here(["--out", tmp_path / name, "--steps", last, *flags])
+            assert code == 0, output
+            assert name == "cut" or "overflow: skipped, scale now 3.35544e+07" in output
+            assert "norm inf" not in output
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     scales, skipped = column(whole, "loss_scale"), column(whole, "skipped")
     assert 3 < sum(skipped) < 12
@@ -170,5 +170,5 @@ def test_a_run_finds_its_scale_without_bad_steps_and_goes_on_bit_for_bit(tmp_pat
         assert column(cut, name) == column(whole, name)
     ends = [json.loads((out / "final.json").read_text())["state_hash"] for out in (whole, cut)]
     assert ends[0] == ends[1]
-    assert "in fp16 (parameters fp32, sums fp32, moments fp32)" in said
+    assert "in fp16 (parameters fp32, sums fp32, moments fp32)" in output
     assert len(lines(cut)) == 12

@@ -330,17 +330,17 @@ def test_the_memory_of_a_process_is_what_it_holds():
 
 def test_an_accelerator_is_asked_for_its_peak_and_told_to_count_anew(monkeypatch):
     """Checked by signature only: there is no accelerator here."""
-    asked = []
+    calls = []
     for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
         signature = inspect.signature(getattr(torch.accelerator, name))
         signature.bind(torch.device("cuda", 0))
         answer = len(name)
         monkeypatch.setattr(
-            torch.accelerator, name, lambda _, x=answer, n=name: asked.append(n) or x
+            torch.accelerator, name, lambda _, x=answer, n=name: calls.append(n) or x
         )
     found = read_memory_stats(torch.device("cuda", 0))
     assert found == {"memory": 16, "memory_peak": 20}
-    assert asked[-1] == "reset_peak_memory_stats"
+    assert calls[-1] == "reset_peak_memory_stats"
 
 
 def test_a_step_record_holds_every_bit():
@@ -388,6 +388,6 @@ def test_tokens_that_are_trained_are_counted_apart_from_those_that_are_processed
     step = tk.StepBatch([batch], tk.Cursor(batch=5))
     trained = tk.count_valid_tokens([batch])
     state = tk.TrainState(step=3, tokens=100)
-    moved, told = tk.advance(state, step, {"tokens": trained}, axis=solo_parallel().loss)
+    moved, recorded = tk.advance(state, step, {"tokens": trained}, axis=solo_parallel().loss)
     assert (moved.step, int(moved.tokens), moved.cursor.batch) == (4, 110, 5)
-    assert (int(told["tokens_total"]), int(told["tokens_processed"])) == (110, 12)
+    assert (int(recorded["tokens_total"]), int(recorded["tokens_processed"])) == (110, 12)

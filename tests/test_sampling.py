@@ -136,8 +136,8 @@ def test_ranks_share_every_row_once_in_equally_many_microbatches(num_rows, size,
     ]
     width = min(size, num_rows)
     assert {share.shape for share in shares} == {(-(-num_rows // (count * width)), width)}
-    dealt = np.concatenate(shares).reshape(-1)
-    assert dealt[dealt >= 0].tolist() == list(range(num_rows))
+    balanced = np.concatenate(shares).reshape(-1)
+    assert balanced[balanced >= 0].tolist() == list(range(num_rows))
     assert all((share >= 0).any() for share in shares)
 
 
@@ -173,11 +173,11 @@ def costs_of(table, costs):
 @given(costed_deals())
 def test_dealing_by_cost_keeps_the_rows_and_never_costs_more(case):
     costs, size, count = case
-    dealt, contiguous = deal(costs, size, count)
-    assert dealt.shape == contiguous.shape
-    assert sorted(dealt[dealt >= 0].tolist()) == list(range(len(costs)))
-    assert ((dealt < 0) == (contiguous < 0)).all()
-    most = [costs_of(table, costs).sum((1, 2)).max() for table in (dealt, contiguous)]
+    balanced, contiguous = deal(costs, size, count)
+    assert balanced.shape == contiguous.shape
+    assert sorted(balanced[balanced >= 0].tolist()) == list(range(len(costs)))
+    assert ((balanced < 0) == (contiguous < 0)).all()
+    most = [costs_of(table, costs).sum((1, 2)).max() for table in (balanced, contiguous)]
     assert most[0] <= most[1]
 
 
@@ -185,12 +185,12 @@ def test_dealing_by_cost_keeps_the_rows_and_never_costs_more(case):
 def test_ranks_and_their_microbatches_cost_about_the_same(seed, size):
     """128 rows with the spread of packed rows (log-normal documents, capacity 4,096), 8 ranks."""
     costs = np.random.default_rng(seed).gamma(2, 3_700_000, 128).clip(700_000, 4096**2).astype(int)
-    dealt, contiguous = deal(costs, size, 8)
-    work, plain = costs_of(dealt, costs).sum(2), costs_of(contiguous, costs).sum(2)
+    balanced, contiguous = deal(costs, size, 8)
+    work, plain = costs_of(balanced, costs).sum(2), costs_of(contiguous, costs).sum(2)
     assert work.sum(1).max() * 8 <= (1.01 if size == 1 else 1.001) * work.sum()
     assert plain.sum(1).max() * 8 >= 1.05 * plain.sum()
     assert work.max(0).sum() * 8 <= 1.12 * work.sum()  # the time of ranks that wait for each other
-    microbatches = costs[dealt].transpose(1, 0, 2).reshape(len(costs) // (8 * size), -1)
+    microbatches = costs[balanced].transpose(1, 0, 2).reshape(len(costs) // (8 * size), -1)
     assert (microbatches[:-1].min(1) >= microbatches[1:].max(1)).all()
 
 
@@ -203,8 +203,8 @@ def test_a_deal_by_cost_is_the_same_whoever_asks_and_however_often():
 
 
 def test_equal_costs_are_dealt_in_contiguous_runs():
-    dealt, contiguous = deal([3] * 16, 2, 4)
-    assert (dealt == contiguous).all()
+    balanced, contiguous = deal([3] * 16, 2, 4)
+    assert (balanced == contiguous).all()
 
 
 def test_three_rows_on_two_ranks():
@@ -306,15 +306,15 @@ def test_what_is_owed_does_not_add_up_over_many_phases(num_corpora, most):
             for start in starts
         )
     )
-    asked, drawn = np.zeros(num_corpora), np.zeros(num_corpora)
+    expected, drawn = np.zeros(num_corpora), np.zeros(num_corpora)
     rows_at = sample_mixture(dict.fromkeys(names, 20), phases, rows_per_step=3, seed=0)
     for step in range(int(starts[-1]) + 3):
         rows = rows_at(step)
         parts = np.array(list(mixture_weights(find_mixture_phase(step, phases).weights).values()))
         for source in rows // 20:
-            asked += parts
+            expected += parts
             drawn[source] += 1
-            assert np.abs(asked - drawn).max() <= most
+            assert np.abs(expected - drawn).max() <= most
 
 
 def test_the_draws_of_a_corpus_go_on_over_phases():

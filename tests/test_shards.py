@@ -218,8 +218,8 @@ def test_one_rank_holds_the_batch_itself():
 @pytest.mark.parametrize(("length", "ring", "ulysses"), [(18, 2, 1), (20, 2, 4), (10, 1, 4)])
 def test_rows_that_do_not_divide_are_refused(length, ring, ulysses):
     part = f"a length of {length // ring} does not divide into {ulysses}"
-    said = part if ulysses > 1 else f"{length} tokens, no multiple of {2 * ring}"
-    with pytest.raises(ValueError, match=said):
+    message = part if ulysses > 1 else f"{length} tokens, no multiple of {2 * ring}"
+    with pytest.raises(ValueError, match=message):
         shard_sequence(
             make_padding_batch(1, length), ring=Share(0, ring), ulysses=Share(0, ulysses)
         )

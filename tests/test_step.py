@@ -323,7 +323,7 @@ def parameters_of_what_averages():
     """Return what functions of gradients say to FSDP2 and DDP before these sum."""
     from torch.distributed.fsdp import fully_shard
 
-    said = []
+    messages = []
     calls = [
         lambda model: tk.get_parameters([model]),
         tk.grad_norm,
@@ -335,16 +335,16 @@ def parameters_of_what_averages():
             try:
                 call(model)
             except ValueError as error:
-                said.append(str(error).partition(" averages")[0])
+                messages.append(str(error).partition(" averages")[0])
         tk.sum_gradients_(model)
         assert len(tk.get_parameters([model])) == 1
-    return said
+    return messages
 
 
 def test_parameters_of_a_module_that_averages_are_refused():
-    for said in run_ranks(parameters_of_what_averages, 2):
+    for messages in run_ranks(parameters_of_what_averages, 2):
         functions = ["get_parameters", "grad_norm", "clip_grads_"]
-        assert [text.partition(": the module")[0] for text in said] == functions * 2
+        assert [text.partition(": the module")[0] for text in messages] == functions * 2
 
 
 def test_a_static_graph_is_refused():
@@ -367,21 +367,21 @@ def step_after_a_failure():
                 raise RuntimeError("a bad sample")
             return output[0].sum(), {}
 
-        said = []
+        messages = []
         for _ in range(2):
             try:
                 tk.forward_backward(
                     stages[0], [batch, batch], fails_once, denominator=torch.tensor(1)
                 )
             except (RuntimeError, ValueError) as error:
-                said.append(str(error))
-        return said
+                messages.append(str(error))
+        return messages
 
 
 def test_a_step_after_one_that_broke_off_is_refused_and_not_wrong():
-    for said in run_ranks(step_after_a_failure, 2):
-        assert said[0] == "a bad sample"
-        assert "an earlier call failed" in said[1]
+    for messages in run_ranks(step_after_a_failure, 2):
+        assert messages[0] == "a bad sample"
+        assert "an earlier call failed" in messages[1]
 
 
 def evaluation_with(kind):
@@ -433,8 +433,11 @@ def test_one_batch_in_place_of_a_sequence_is_refused():
 
 
 def own_backward_after_a_step():
-    """Say whether a backward pass of one's own still reduces after forward_backward has failed."""
+    """Return the reduction flags of each FSDP group after forward_backward has failed."""
+    from torch.distributed.fsdp import FSDPModule
     from whole_step import Layout, build
+
+    from trainkit.parallel.grad_reduction import fsdp_groups
 
     with tk.parallel_session() as ps:
         stages, _ = build(Layout(), ps)
@@ -445,16 +448,9 @@ def own_backward_after_a_step():
 
         with pytest.raises(RuntimeError, match="a bad sample"):
             tk.forward_backward(stages[0], [batch] * 2, fails, denominator=torch.tensor(1))
-        groups = [g for m in stages[0].modules() for g in _param_groups(m)]
+        sharded = [m for m in stages[0].modules() if isinstance(m, FSDPModule)]
+        groups = [group for module in sharded for group in fsdp_groups(module)]
         return [(g.reduce_grads, g.all_reduce_grads) for g in groups]
-
-
-def _param_groups(module):
-    from torch.distributed.fsdp import FSDPModule
-
-    from trainkit.parallel.grad_reduction import fsdp_groups
-
-    return fsdp_groups(module) if isinstance(module, FSDPModule) else []
 
 
 def test_the_reduction_of_a_module_is_switched_back_on_whatever_happens():

@@ -157,8 +157,8 @@ def run_steps(layout, *, steps=2, resume_from=None, save_to=None):
         stages, optimizer = build(layout, ps)
         state = tk.TrainState(cursor=Cursor())
         if resume_from is not None:
-            told = []
-            state = tk.resume(resume_from, state, stages, optimizer, ps, log=told.append)
+            messages = []
+            state = tk.resume(resume_from, state, stages, optimizer, ps, log=messages.append)
         train_step = step_function(layout, ps, stages, optimizer)
         losses, norms, hashes = [], [], []
         while state.step < steps:

@@ -193,6 +193,7 @@ def check_range(
     """
     bounds = {"at least": at_least, "above": above, "at most": at_most, "below": below}
     values = [value for value in arguments.values() if value is not None]
+    # Infinity would pass a bound on one side, and the text of the error should say so.
     is_finite = all(map(math.isfinite, values))
     if is_finite and all(
         (at_least is None or value >= at_least)
@@ -299,6 +300,7 @@ FoldSP = Literal["all", "ring", "ulysses", "none"]
 
 
 def _degree(default: int = 1) -> Any:
+    # Only dp_shard can be -1, as one degree at most can follow from the others.
     above = satisfies(lambda value: value > 0 or value == -1, "above 0, or -1 for the rest")
     validator = above if default == -1 else positive
     return attrs.field(default=default, validator=validator, metadata={"degree": True})
@@ -307,10 +309,10 @@ def _degree(default: int = 1) -> Any:
 # The names of degrees are written only here; other code reads `degrees` and `axes`.
 @attrs.frozen(kw_only=True)
 class Layout:
-    """The parallel layout of a run, which never changes what is computed.
+    """The parallel layout of a run, which never changes the result.
 
     The degrees stand first, outermost first: world = pp x dp_replicate x dp_shard x ring x ulysses
-    x tp, and ep is a factor of what parameters are sharded over.
+    x tp. ep is a factor of the ranks that parameters are sharded over.
 
     Examples:
         >>> Layout(tp=2).degrees
@@ -362,8 +364,8 @@ class Layout:
     """Gather a block's parameters again for backward; zero-bubble schedules need it off."""
 
     reshard_over: int = attrs.field(default=0, validator=non_negative)
-    """After forward each so many neighbouring ranks, those of a node say, keep a block's parameters
-    between them, and gather from near for backward; 0 for all that shard it."""
+    """After forward, keep a block's parameters sharded over this many neighboring ranks, such as
+    those of a node, so that backward gathers inside the node; 0 for all ranks that shard it."""
 
     prefetch: int = attrs.field(default=0, validator=non_negative)
     """Blocks to gather ahead of the one that computes, in forward and in backward; 0 leaves it to
@@ -385,6 +387,7 @@ class Layout:
     @property
     def degrees(self) -> dict[str, int]:
         """All degrees by name, outermost first; ep last, which is no factor of the world."""
+        # The metadata of `_degree` marks them, so that a new degree is one new field.
         names = [field.name for field in attrs.fields(Layout) if "degree" in field.metadata]
         return {name: getattr(self, name) for name in names}
 
@@ -418,8 +421,8 @@ class Layout:
         """Return the layout for a world size, with dp_shard = -1 filled in.
 
         Raises:
-            ConfigError: The degrees do not multiply to the world, or `ep` does not divide what
-                parameters are sharded over.
+            ConfigError: The degrees do not multiply to the world, or `ep` does not divide the ranks
+                that parameters are sharded over.
 
         Examples:
             >>> Layout(dp_replicate=2).over(8).dp_shard
@@ -466,8 +469,8 @@ class Precision:
     storage: Literal["fp32", "bf16"] = attrs.field(
         default="fp32", validator=one_of("fp32", "bf16"), metadata={"on_resume": "refuse"}
     )
-    """The dtype of parameters; in bf16 the optimizer rounds them stochastically, or as
-    --optimizer-options rounding=kahan says."""
+    """The dtype of parameters; in bf16 the optimizer rounds them stochastically, or with
+    --optimizer-options rounding=kahan by Kahan summation."""
 
     compute: Literal["auto", "fp32", "bf16", "fp16"] = attrs.field(default="auto")
     """The dtype of computation; auto is bf16 on a GPU and fp32 on a CPU; fp16 scales the loss."""
@@ -495,6 +498,7 @@ class Precision:
             )
 
     def __str__(self) -> str:
+        # fp32 throughout needs no details.
         others = self.storage, self.reduction, self.moments
         if {self.compute, *others} == {"auto"} or {self.compute, *others} <= {"auto", "fp32"}:
             return self.compute if self.compute != "auto" else "fp32"
@@ -694,7 +698,7 @@ class ParallelState:
 
 @attrs.frozen(eq=False)
 class Stages(Sequence["nn.Module"]):
-    """This rank's part of a model and the axes it is spread over: what `build_stages` returns.
+    """This rank's part of a model, and the axes it is sharded over: the result of `build_stages`.
 
     A sequence of modules, one for each pipeline stage of this rank. Functions that take a `Stages`
     read the axes that they communicate over from it; all of them take a plain module as well.
@@ -820,10 +824,12 @@ class Bins:
     def __getitem__(self, index: int) -> list[tuple[int, int, int]]:
         """Return the pieces of row `index` as (document, start, length)."""
         if not -len(self) <= index < len(self):
+            # An IndexError, because it ends a `for` loop over the rows.
             raise IndexError(f"row {index} of {len(self)}")
         index %= len(self)
         part = slice(self.offsets[index], self.offsets[index + 1])
         columns = self.documents[part], self.starts[part], self.lengths[part]
+        # Python integers, not numpy's, which print as np.int64(3).
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
@@ -963,6 +969,7 @@ class Batch(Mapping[str, Any]):
                 )
 
     def __getitem__(self, name: str) -> Any:
+        # Not getattr for any name: methods and properties are no entries.
         if name in BATCH_TENSORS or name == "spans":
             return getattr(self, name)
         return self.extra[name]
@@ -1027,6 +1034,7 @@ class Update:
     @property
     def metrics(self) -> dict[str, Tensor | float]:
         """The metrics of the update; the last two only with a loss scale."""
+        # Tensors stay on the device, where `~` needs no host sync.
         metrics: dict[str, Tensor | float] = {"grad_norm": self.norm, "skipped": ~self.applied}
         if self.loss_scale is not None and self.overflowed is not None:
             metrics["loss_scale"] = self.loss_scale

@@ -116,7 +116,7 @@ class Operators(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_in_a_window_too_torch_has_one_kernel_on_a_cpu_and_keeps_no_scores(dtype):
-    kept = []
+    saved_bytes = []
     for tokens in (512, 1024):
         qkv, memory = inputs(1, tokens, kv_heads=2, dtype=dtype), {}
         pack = lambda x, memory=memory: memory.update(  # noqa: E731
@@ -126,8 +126,8 @@ def test_in_a_window_too_torch_has_one_kernel_on_a_cpu_and_keeps_no_scores(dtype
             sdpa(*qkv, spans=spans_of([tokens]), window=16)
         assert "_scaled_dot_product_flash_attention_for_cpu" in operators.seen
         assert not operators.seen & {"bmm", "mm", "_softmax", "_safe_softmax", "logsumexp"}
-        kept.append(sum(memory.values()))
-    assert kept[1] <= 2.05 * kept[0]
+        saved_bytes.append(sum(memory.values()))
+    assert saved_bytes[1] <= 2.05 * saved_bytes[0]
 
 
 @pytest.mark.parametrize("window", [16, 256])
@@ -278,19 +278,22 @@ def taken(monkeypatch):
         log.append(k.shape[1])
         return real(q, k, v, **options)
 
-    def flash(asked):
-        return asked.query.dtype in low and asked.attn_mask is None
+    def flash(params):
+        return params.query.dtype in low and params.attn_mask is None
 
-    def efficient(asked):
-        same = asked.query.shape[1] == asked.key.shape[1]
-        if asked.attn_mask is not None:
-            assert not asked.is_causal
-            assert asked.attn_mask.shape == (asked.query.shape[2], asked.key.shape[2])
-        return same and asked.query.dtype != torch.float64
+    def efficient(params):
+        same = params.query.shape[1] == params.key.shape[1]
+        if params.attn_mask is not None:
+            assert not params.is_causal
+            assert params.attn_mask.shape == (params.query.shape[2], params.key.shape[2])
+        return same and params.query.dtype != torch.float64
 
     names = "query", "key", "value", "attn_mask", "dropout", "is_causal", "enable_gqa"
-    asked = "SDPAParams", lambda *x: types.SimpleNamespace(**dict(zip(names, x, strict=True)))
-    monkeypatch.setattr(room, *asked)
+    monkeypatch.setattr(
+        room,
+        "SDPAParams",
+        lambda *x: types.SimpleNamespace(**dict(zip(names, x, strict=True))),
+    )
     monkeypatch.setattr(room, "can_use_flash_attention", flash)
     monkeypatch.setattr(room, "can_use_efficient_attention", efficient)
     monkeypatch.setattr(room, "can_use_cudnn_attention", lambda _: False)

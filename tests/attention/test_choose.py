@@ -81,8 +81,8 @@ def gpu(monkeypatch):
 
     def answer(kind):
         masked = ("efficient", "cudnn")
-        return lambda asked: (
-            asked.query.dtype in taken[kind] and (asked.attn_mask is None or kind in masked)
+        return lambda params: (
+            params.query.dtype in taken[kind] and (params.attn_mask is None or kind in masked)
         )
 
     for kind in taken:
@@ -104,10 +104,10 @@ def test_a_kernel_of_torch_is_the_only_one_that_it_may_take(monkeypatch, name):
         on.extend(x for x, y in kinds.items() if getattr(torch.backends.cuda, f"{y}_enabled")())
         return q
 
-    only, asked = torch.nn.attention.sdpa_kernel, []
+    only, calls = torch.nn.attention.sdpa_kernel, []
 
     def spy(kernels, *, set_priority):
-        asked.append((kernels[0].name, set_priority))
+        calls.append((kernels[0].name, set_priority))
         return only(kernels, set_priority=set_priority)
 
     monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", spy)
@@ -117,7 +117,7 @@ def test_a_kernel_of_torch_is_the_only_one_that_it_may_take(monkeypatch, name):
     attend(*(torch.ones(1, 4, 2, 16) for _ in "qkv"), spans=spans_from_rows(1, 4))
     # cuDNN refuses documents of one token, which would end a run.
     assert on == (["efficient", "cudnn"] if name == "cudnn" else [name])
-    assert asked[-1] == (f"{name.upper()}_ATTENTION", True)
+    assert calls[-1] == (f"{name.upper()}_ATTENTION", True)
 
 
 @pytest.mark.only_all
@@ -231,23 +231,23 @@ def test_the_first_that_fits_is_taken_and_says_why_no_other(names, choose, taken
 
 @pytest.mark.usefixtures("gpu")
 def test_a_kernel_is_asked_whether_it_takes_the_mask_of_a_window(monkeypatch):
-    asked = []
-    note = lambda params: asked.append((params.attn_mask is None, params.is_causal))  # noqa: E731
+    calls = []
+    note = lambda params: calls.append((params.attn_mask is None, params.is_causal))  # noqa: E731
     monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", note)
     for window in (None, 8):
         on_gpu(["efficient", "math"], window=window)
-    assert asked == [(True, True), (False, False)]
+    assert calls == [(True, True), (False, False)]
 
 
 def test_when_none_fits_each_reason_is_told():
     names = ["varlen", "flash", "efficient", "cudnn", "flex"]
     with pytest.raises(ConfigError) as caught:
         on_cpu(names, window=8, softcap=5.0)
-    told, alone = str(caught.value), "it runs only on CUDA"
-    assert "heads of 16 in fp64 on cpu in a window of 8 with a soft cap of 5.0" in told
+    message, alone = str(caught.value), "it runs only on CUDA"
+    assert "heads of 16 in fp64 on cpu in a window of 8 with a soft cap of 5.0" in message
     reasons = {"varlen": alone, "efficient": alone, "cudnn": alone}
     reasons |= {"flash": "it has no soft caps", "flex": "torch has no backward pass of it"}
-    assert all(f"{name}: {reason}" in told for name, reason in reasons.items())
+    assert all(f"{name}: {reason}" in message for name, reason in reasons.items())
     with pytest.raises(ValueError, match="kernel must be"):
         on_cpu(["flesh"])
 
@@ -294,9 +294,9 @@ def test_a_recipe_says_what_it_took_and_its_losses_are_those_of_another_kernel(t
     runs = {}
     for names in ([], ["varlen", "flash"], ["math"]):
         out = tmp_path / f"run {' '.join(names)}"
-        code, said = here(flags_of(out, text, *(["--attention", *names] if names else [])))
-        assert code == 0, said
-        runs[" ".join(names)] = column(out, "loss_hex"), said
+        code, output = here(flags_of(out, text, *(["--attention", *names] if names else [])))
+        assert code == 0, output
+        runs[" ".join(names)] = column(out, "loss_hex"), output
     line = "attention: 2 layers by flash (varlen: it runs only on CUDA)"
     assert line in runs["varlen flash"][1]
     assert "attention:" not in runs[""][1]
@@ -312,7 +312,7 @@ def test_ulysses_attends_by_what_was_chosen(text, tmp_path):
     chosen = ["--attention", "varlen", "math"]
     assert here(flags_of(runs[0], text, *chosen))[0] == 0
     ranks = [flags_of(runs[1], text, *chosen, "--ulysses", 2)]
-    (code, said), _ = (found[0] for found in run_ranks(several, 2, ranks))
-    assert code == 0, said
-    assert "attention: 2 layers by math (varlen: it runs only on CUDA)" in said
+    (code, output), _ = (found[0] for found in run_ranks(several, 2, ranks))
+    assert code == 0, output
+    assert "attention: 2 layers by math (varlen: it runs only on CUDA)" in output
     assert_equal_runs(runs[1], runs[0])

@@ -336,7 +336,7 @@ def test_compile_leaves_both_alone_and_autocast_reaches_them():
 
 # --------------------------------------------------------------------------------------- refusals
 
-# Axes without a process group: whoever communicates first fails otherwise than with these words.
+# Axes without a process group: communication would fail with another message.
 NOBODY = Axis("nobody", Share(0, 4))
 
 

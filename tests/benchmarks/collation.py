@@ -145,7 +145,7 @@ def steady(batches=60):
         part = collate_bins(corpus, bins, np.arange(first, first + rows))
         return StepBatch([part], Cursor(cursor.batch + 1))
 
-    def dealt(cursor, rows):
+    def stepped(cursor, rows):
         rows_at = shuffle_epochs(len(bins), rows_per_step=rows, seed=0)
         return make_step_batch(
             PackedCorpus(corpus, bins), rows_at, cursor, rows_per_microbatch=rows
@@ -153,8 +153,8 @@ def steady(batches=60):
 
     print("\nin the thread of prefetch: million tokens a second, and page faults a batch")
     for rows in (4, 8, 16, 64, 128):
-        told = [f"{rows:4} rows"]
-        for name, make in (("collate_bins", collated), ("make_step_batch", dealt)):
+        parts = [f"{rows:4} rows"]
+        for name, make in (("collate_bins", collated), ("make_step_batch", stepped)):
             spent = []
 
             def timed(cursor, make=make, rows=rows, spent=spent):
@@ -170,8 +170,8 @@ def steady(batches=60):
                 del held
             seconds, faults = zip(*spent[10:batches], strict=True)
             speed = rows * CAPACITY / statistics.median(seconds) / 1e6
-            told.append(f"{name} {speed:5.0f}, {statistics.mean(faults):6.1f} faults")
-        print("; ".join(told))
+            parts.append(f"{name} {speed:5.0f}, {statistics.mean(faults):6.1f} faults")
+        print("; ".join(parts))
 
 
 def with_columns(rows=64):
@@ -222,10 +222,10 @@ def deals(ranks=8, steps=200):
                 ]
                 times.append((time.perf_counter() - start) / ranks)
                 figures.append(imbalance(np.stack(shares), costs[chosen]))
-        dealt, plain = np.array(figures).reshape(steps, 2, 2).transpose(1, 2, 0) * 100
+        balanced, plain = np.array(figures).reshape(steps, 2, 2).transpose(1, 2, 0) * 100
         print(
-            f"{rows:3} rows a rank, {width} a microbatch: {dealt[0].mean():5.2f} % "
-            f"({dealt[0].max():5.2f}), microbatches {dealt[1].mean():5.2f} %; contiguous "
+            f"{rows:3} rows a rank, {width} a microbatch: {balanced[0].mean():5.2f} % "
+            f"({balanced[0].max():5.2f}), microbatches {balanced[1].mean():5.2f} %; contiguous "
             f"{plain[0].mean():5.2f} % ({plain[0].max():5.2f}), {plain[1].mean():5.2f} %; "
             f"{1e6 * statistics.median(times[::2]):.0f} us"
         )
@@ -281,10 +281,10 @@ def prefetching(steps=30):
         alone, inside = run(None), run(in_turn)
         with prefetch_batches(make_batch, Cursor()) as next_batch:
             turns.append((alone, inside, run(next_batch)))
-    alone, inside, beside = (statistics.median(column) for column in zip(*turns, strict=True))
+    alone, inside, prefetched = (statistics.median(column) for column in zip(*turns, strict=True))
     print(
         f"\nstep of 64 rows of {CAPACITY} with noise keys: {alone:.1f} ms without data, "
-        f"{inside:.1f} ms with it made in turn, {beside:.1f} ms with prefetch"
+        f"{inside:.1f} ms with it made in turn, {prefetched:.1f} ms with prefetch"
     )
 
 

@@ -152,10 +152,12 @@ def line_of(name):
     planned = estimate_memory(
         lever.work, lever.layout, fused_norms=False, in_backward=lever.in_backward
     )
-    return told(name, peak, planned.peak, "-" if name == lever.compared_with else f"{times:.2f}")
+    return format_line(
+        name, peak, planned.peak, "-" if name == lever.compared_with else f"{times:.2f}"
+    )
 
 
-def told(name, found, planned, times="-"):
+def format_line(name, found, planned, times="-"):
     ratio = planned / found
     return [name, f"{found:,}", f"{planned:,}", f"{ratio:.3f}", times], ratio
 
@@ -168,7 +170,7 @@ def line_of_sleep():
         first_state(optimizer, finish)
         with parallel.offload_state(stages, optimizer) as freed:
             planned = estimate_memory(lever.work, lever.layout).between_steps
-    return told("asleep between steps: freed", freed, planned)
+    return format_line("asleep between steps: freed", freed, planned)
 
 
 if __name__ == "__main__":

@@ -80,13 +80,13 @@ def main():
         large, small = (make(optimizer, shapes, dtype) for shapes in (LARGE, SMALL))
         compiled = seconds(large)
         small.step()
-        took, beside, ratio = paired(large, fused["large"])
+        took, reference, ratio = paired(large, fused["large"])
         each, each_beside, _ = paired(small, fused["small"])
         both = dtype == BF16 and "moments" in optimizer.keywords
         good &= ratio <= (BOUND_OF_BOTH if both else BOUND) and each / 200 <= SMALL_BOUND
         print(
             f"{name}: time x {ratio:.2f} ({took / million * 1e3:.2f} and "
-            f"{beside / million * 1e3:.2f} ns each), {each / 200 * 1e6:.0f} µs for a small "
+            f"{reference / million * 1e3:.2f} ns each), {each / 200 * 1e6:.0f} µs for a small "
             f"parameter (torch {each_beside / 200 * 1e6:.1f}), first step {compiled:.1f} s",
             flush=True,
         )

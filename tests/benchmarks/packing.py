@@ -54,9 +54,9 @@ def table():
     print(
         f"{'ms':23} {'alone: best':>12} {'median':>8} {'turns: best':>12} {'median':>8} {'bins':>9}"
     )
-    for case, beside in enumerate(turns):
+    for case, together in enumerate(turns):
         fit, size = cases[case]
-        times = (1e3 * f(x) for x in (alone[case], beside) for f in (min, statistics.median))
+        times = (1e3 * f(x) for x in (alone[case], together) for f in (min, statistics.median))
         figures = "{:12.1f} {:8.1f} {:12.1f} {:8.1f}".format(*times)
         print(f"{fit.__name__:12} {size:10,} {figures} {num_bins[case]:9,}")
 

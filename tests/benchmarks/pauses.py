@@ -53,11 +53,11 @@ def as_python_does():
 
 def timed(step, way, times, pauses):
     """Take a block of steps; the collections between steps count to the step before them."""
-    begun = [0.0]
+    started = [0.0]
 
     def note(phase, _):
         now = time.thread_time()
-        begun[0] = now if phase == "start" else pauses.append(now - begun[0]) or 0.0
+        started[0] = now if phase == "start" else pauses.append(now - started[0]) or 0.0
 
     gc.collect()
     gc.callbacks.append(note)
@@ -89,9 +89,9 @@ def main():
         for way in ways:
             inside, whole = 1e3 * np.array(times[way]).T
             share = 1e3 * sum(pauses[way]) / whole.sum()
-            told = f"median {np.median(inside):.2f} ms, 99 % {np.quantile(inside, 0.99):.2f}"
-            told += f", longest {inside.max():.2f}, longest with what follows {whole.max():.2f}"
-            print(f"{name}, {way}: {told}; {len(pauses[way])} pauses, {share:.2%} of the time")
+            text = f"median {np.median(inside):.2f} ms, 99 % {np.quantile(inside, 0.99):.2f}"
+            text += f", longest {inside.max():.2f}, longest with what follows {whole.max():.2f}"
+            print(f"{name}, {way}: {text}; {len(pauses[way])} pauses, {share:.2%} of the time")
 
 
 if __name__ == "__main__":

@@ -52,22 +52,22 @@ def bind_step(data):
 
     def take(index):
         loss, norm = step(index, data[index % len(data)])
-        told = {"loss": loss, "grad_norm": norm, "lr": 1e-3, "tokens": 2048, "skipped": False}
-        return make_step_record(told, begin=0.0)
+        metrics = {"loss": loss, "grad_norm": norm, "lr": 1e-3, "tokens": 2048, "skipped": False}
+        return make_step_record(metrics, begin=0.0)
 
     return take
 
 
 def pairs(take, log):
     """Return the seconds of steps that tell, of `log` in them, and of steps that do not."""
-    taken = {"told": [], "log": [], "silent": []}
+    taken = {"logged": [], "log": [], "silent": []}
     for pair in range(-3, PAIRS):
-        for tells in (True, False) if pair % 2 else (False, True):
+        for logs in (True, False) if pair % 2 else (False, True):
             record, seconds = seconds_of(lambda pair=pair: take(pair))
-            telling = seconds_of(lambda r=record, n=pair + 4: log(n, r))[1] if tells else 0.0
+            log_seconds = seconds_of(lambda r=record, n=pair + 4: log(n, r))[1] if logs else 0.0
             if pair >= 0:
-                taken["told" if tells else "silent"].append(seconds + telling)
-                taken["log"] += [telling] if tells else []
+                taken["logged" if logs else "silent"].append(seconds + log_seconds)
+                taken["log"] += [log_seconds] if logs else []
     return taken, record
 
 
@@ -102,7 +102,7 @@ def main():
             taken, record = pairs(take, log)
         line = cpu_of_a_line(f"{folder}/lines", record)
     step, log = statistics.median(taken["silent"]), statistics.median(taken["log"])
-    both = zip(taken["told"], taken["silent"], strict=True)
+    both = zip(taken["logged"], taken["silent"], strict=True)
     more = statistics.median(a - b for a, b in both)
     print(f"a step of the default model, 8 x 256, one thread: {1e3 * step:.1f} ms; {PAIRS} pairs")
     for name, seconds in (("log()", log), ("a pair's difference", more), ("CPU of a line", line)):

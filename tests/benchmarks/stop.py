@@ -31,17 +31,19 @@ def measure():
     torch.set_num_threads(1)
     taken = {"step": []}
     with (
-        trap_signals() as asked,
+        trap_signals() as stop_reason,
         tk.parallel_session() as ps,
         open_gloo_axis(ps.world) as control,
-        open_stop_vote(asked, ps.world) as stopping,
+        open_stop_vote(stop_reason, ps.world) as stopping,
     ):
         stages, optimizer, backward = make(ps, "tiny")
         params = tk.get_parameters(stages)
         ways = {
-            "asked() alone": asked,
+            "stop_reason() alone": stop_reason,
             "stopping()": stopping,
-            "agree(asked()), which waits": lambda: any_rank(asked() is not None, control),
+            "agree(stop_reason()), which waits": lambda: any_rank(
+                stop_reason() is not None, control
+            ),
         }
         for _ in range(TURNS):
             for name, way in ways.items():

@@ -104,11 +104,11 @@ def test_a_kept_plan_is_what_packing_gives(tmp_path_factory, packing):
 
 
 def test_the_second_call_does_not_pack_and_says_nothing(tmp_path):
-    calls, told = [], []
+    calls, messages = [], []
     for _ in range(2):
-        bins = kept_bins(tmp_path, fit=own_fit(calls), log=told.append)
+        bins = kept_bins(tmp_path, fit=own_fit(calls), log=messages.append)
     assert len(calls) == 1
-    assert told == [f"wrote the packing of {len(bins)} rows to {plan_in(tmp_path)}"]
+    assert messages == [f"wrote the packing of {len(bins)} rows to {plan_in(tmp_path)}"]
 
 
 def test_mapped_bins_serve_as_others_do(tmp_path):
@@ -235,14 +235,14 @@ def quick(monkeypatch):
 
 def assert_rebuilt(folder, before):
     """Open the plan again: it must have been seen to be damaged, and be as it was before."""
-    told = []
-    bins = kept_bins(folder, log=told.append)
+    messages = []
+    bins = kept_bins(folder, log=messages.append)
     assert_same(bins)
     assert is_mapped(bins)
-    assert len(told) == 1
-    assert told[0].startswith(f"rebuilt the packing of {len(WANT)} rows in {folder}"), told
+    assert len(messages) == 1
+    assert messages[0].startswith(f"rebuilt the packing of {len(WANT)} rows in {folder}"), messages
     assert plan_in(folder).read_bytes() == before
-    return told[0]
+    return messages[0]
 
 
 def flipped(data, rng):
@@ -277,9 +277,9 @@ def test_a_damaged_plan_is_never_used_but_built_again(tmp_path, damage, times):
         broken = damage(before, rng)
         if broken != before:
             plan.write_bytes(broken)
-            told = assert_rebuilt(tmp_path, before)
+            messages = assert_rebuilt(tmp_path, before)
             if len(broken) > len(before):
-                assert f"{len(broken)} bytes instead of {len(before)}" in told
+                assert f"{len(broken)} bytes instead of {len(before)}" in messages
 
 
 @pytest.mark.case("P3")
@@ -508,11 +508,11 @@ def test_who_comes_second_keeps_the_same_plan_again(tmp_path, broken):
 
 
 def assert_packed_in_memory(cache_dir, reason):
-    told = []
-    bins = kept_bins(cache_dir, log=told.append)
+    messages = []
+    bins = kept_bins(cache_dir, log=messages.append)
     assert_same(bins)
     assert not is_mapped(bins)
-    assert [reason in line for line in told] == [True], told
+    assert [reason in line for line in messages] == [True], messages
 
 
 @pytest.mark.case("P6")
@@ -540,9 +540,9 @@ def test_a_plan_that_is_there_is_used_where_nothing_can_be_written(tmp_path, mon
 
 def test_without_a_cache_nothing_is_said(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    told = []
-    assert_same(kept_bins(None, log=told.append))
-    assert (told, names(tmp_path)) == ([], [])
+    messages = []
+    assert_same(kept_bins(None, log=messages.append))
+    assert (messages, names(tmp_path)) == ([], [])
 
 
 def assert_disk_full(folder):
@@ -620,22 +620,22 @@ def test_what_is_being_made_is_not_taken_for_dead(tmp_path, monkeypatch, make, m
 def on_ranks(folder):
     """Return, by the name of a case, what this rank saw."""
     axis = axis_from_group(dist.group.WORLD)
-    told, calls, rank = [], [], axis.index
-    cached = functools.partial(kept_bins, axis=axis, log=told.append)
+    messages, calls, rank = [], [], axis.index
+    cached = functools.partial(kept_bins, axis=axis, log=messages.append)
     bins = cached(folder / "one", fit=own_fit(calls))
     assert_same(bins, pack_bins(LENGTHS, CAPACITY, fit=own_fit()))
     seen = {"calls": len(calls), "inode": maps_of(plan_in(folder / "one"))}
     seen["inode on disk"] = plan_in(folder / "one").stat().st_ino
-    seen["told"] = told.copy()
-    told.clear()
+    seen["messages"] = messages.copy()
+    messages.clear()
     bins = cached(folder / f"of {rank}")
     assert_same(bins)
-    seen["elsewhere"] = is_mapped(bins), told.copy()
-    told.clear()
+    seen["elsewhere"] = is_mapped(bins), messages.copy()
+    messages.clear()
     (folder / "file").touch()
     bins = cached(folder / "file")
     assert_same(bins)
-    seen["nowhere"] = is_mapped(bins), told.copy()
+    seen["nowhere"] = is_mapped(bins), messages.copy()
     assert_same(cached(None))
     lengths = LENGTHS if rank == 0 else HELD_OUT
     seen["lengths"] = error_of(lambda: cached(folder / "two", lengths=lengths))
@@ -676,7 +676,7 @@ def test_ranks_map_one_file_that_rank_0_keeps_and_fail_together(of_ranks):
     first, second = of_ranks
     assert (first["calls"], second["calls"]) == (1, 0)
     assert first["inode"] == second["inode"] == first["inode on disk"]
-    assert (len(first["told"]), second["told"]) == (1, [])
+    assert (len(first["messages"]), second["messages"]) == (1, [])
     assert first["elsewhere"][0] is True
     assert second["elsewhere"][0] is False
     assert "does not see rank 0's packing" in second["elsewhere"][1][0]

@@ -157,16 +157,16 @@ def test_a_batch_that_does_not_come_is_a_data_error_that_nobody_waits_for_twice(
 
 
 def test_leaving_waits_for_the_batch_in_the_making():
-    begun, ended = threading.Event(), threading.Event()
+    started, ended = threading.Event(), threading.Event()
 
     def make(cursor):
-        begun.set()
+        started.set()
         threading.Event().wait(0.1)
         ended.set()
         return StepBatch([], Cursor(cursor.batch + 1))
 
     with prefetch_batches(make, Cursor(), ahead=1):
-        assert begun.wait(PATIENCE)
+        assert started.wait(PATIENCE)
     assert ended.is_set()
     assert not threads()
 

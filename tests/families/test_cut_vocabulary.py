@@ -287,14 +287,14 @@ def test_every_loss_of_hidden_states_is_that_of_whole_logits_in_terms_and_gradie
 
 def two_vocabularies():
     """Return losses of vocabularies whose parts are equal on rank 0 alone, by turns."""
-    axis, found, asked = world_axis(), [], []
+    axis, found, requests = world_axis(), [], []
     hidden = drawn(*TOKENS, WIDTH, seed=1)
     owns = [drawn(5 - axis.index * fewer, WIDTH, seed=axis.index) for fewer in (1, 0)]
     wholes = [torch.cat([drawn(5, WIDTH, seed=0), drawn(n, WIDTH, seed=1)]) for n in (4, 5)]
     gather = softmax.all_gather_replicated
 
     def counted(x, axis, *, dim):
-        asked.append(x)
+        requests.append(x)
         return gather(x, axis, dim=dim)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -306,13 +306,13 @@ def two_vocabularies():
             found.append(difference(got, want))
         known = losses.make_vocabulary_axis(hidden @ owns[1].T, axis, dim=-1)
         losses.cross_entropy(hidden @ owns[1].T, drawn_labels() % 10, axis=known)
-    return found, len(asked), len(softmax._GATHERED)
+    return found, len(requests), len(softmax._GATHERED)
 
 
 def test_ranks_ask_once_for_each_weight_and_agree_on_whether_to_ask():
-    for found, asked, groups in run_ranks(two_vocabularies, 2):
+    for found, requests, groups in run_ranks(two_vocabularies, 2):
         assert max(found) < 1e-12, found
-        assert asked == 3, "once for each of two weights, and for one make_vocabulary_axis"
+        assert requests == 3, "once for each of two weights, and for one make_vocabulary_axis"
         assert groups == 1
 
 
@@ -321,7 +321,7 @@ def test_ranks_ask_once_for_each_weight_and_agree_on_whether_to_ask():
 
 def refused():
     """Return what each label and loss raise; every rank must, or the others wait for it."""
-    axis, told = world_axis(), []
+    axis, messages = world_axis(), []
     hidden, weight = drawn(3, WIDTH, seed=1), drawn(4, WIDTH, seed=2)
     for label in (8, -1, -7, 2**40):
         labels = torch.tensor([7, -100, label])
@@ -334,8 +334,8 @@ def refused():
                 ValueError, match=rf"in \[0, 8\), .* got {label} at index 2"
             ) as caught:
                 loss(labels)
-            told.append(str(caught.value))
-    return told
+            messages.append(str(caught.value))
+    return messages
 
 
 def test_labels_outside_of_the_vocabulary_are_refused_on_every_rank():

@@ -204,9 +204,9 @@ def test_a_run_s_sinks_write_on_the_first_rank_alone(tmp_path, capsys):
             log(5, {"loss": 1.0})
             event("save", step=5)
     assert [line["step"] for line in sinks.read_jsonl(tmp_path / "0/metrics.jsonl")] == [5]
-    told = sinks.read_jsonl(tmp_path / "0/events.jsonl")
-    assert [line["event"] for line in told] == ["start", "save", "end"]
-    assert (told[0]["step"], told[0]["ranks"], told[2]["step"]) == (4, 2, 5)
+    events = sinks.read_jsonl(tmp_path / "0/events.jsonl")
+    assert [line["event"] for line in events] == ["start", "save", "end"]
+    assert (events[0]["step"], events[0]["ranks"], events[2]["step"]) == (4, 2, 5)
     assert list((tmp_path / "1").iterdir()) == []
     assert capsys.readouterr().out.count("step 5/6") == 1
 
@@ -271,14 +271,16 @@ def test_what_an_evaluation_finds_reaches_every_sink_under_its_own_name(
         2: {"train/loss": 1.0, **found},
         3: {"train/loss": 2 / 3},
     }
-    told = [("train/loss", 2.0, 1), ("train/loss", 1.0, 2), *((*x, 2) for x in found.items())]
-    assert curves == [(1, [*told, ("train/loss", 2 / 3, 3)])]
+    values = [("train/loss", 2.0, 1), ("train/loss", 1.0, 2), *((*x, 2) for x in found.items())]
+    assert curves == [(1, [*values, ("train/loss", 2 / 3, 3)])]
     hashes = {"train/batch_hash": "00ff"}
     assert [line | hashes for line in lines_of(tmp_path / "extra.jsonl")] == [
         {"step": step, **values, **hashes} for step, values in page.items()
     ]
-    (told,) = [x for x in sinks.read_jsonl(tmp_path / "events.jsonl") if x["event"] == "evaluation"]
-    assert {name: told[name] for name in told.keys() - {"time", "event"}} == {
+    (event,) = [
+        x for x in sinks.read_jsonl(tmp_path / "events.jsonl") if x["event"] == "evaluation"
+    ]
+    assert {name: event[name] for name in event.keys() - {"time", "event"}} == {
         "step": 2, "eval/tokens": 40, **found,
     }  # fmt: skip
     assert "eval" not in (tmp_path / "metrics.jsonl").read_text()

@@ -711,7 +711,7 @@ MISTAKES = [
             "experts.py",
             "balance is counted after capacity dropped some",
             "        load = self._compute_load(routing, spans)",
-            "        load = self._compute_load(kept, spans)",
+            "        load = self._compute_load(limited, spans)",
             "tests/models/test_experts.py",
         ),
         (

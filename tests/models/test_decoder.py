@@ -269,7 +269,7 @@ def test_turning_pairs_is_the_product_of_complex_numbers_bit_for_bit(dtype):
 
 def test_rotary_angles_and_products_of_a_half_precision_model_are_single_precision():
     model = build_decoder(SMALL, seed=0).bfloat16()
-    positions = torch.tensor([[1001, 1002, 1003]])  # bf16 cannot tell these apart
+    positions = torch.tensor([[1001, 1002, 1003]])  # bf16 rounds these to one number
     (cos, sin), _ = model._make_rotary(positions, dtype=torch.bfloat16)
     assert cos.dtype == torch.float32
     want = torch.cos(positions[0].double()).float()

@@ -33,13 +33,14 @@ def world_axis():
     return axis_from_group(torch.distributed.group.WORLD, name="ep")
 
 
-def through_experts(x, indices, weights, scales, axis, **wire):
+def through_experts(x, indices, weights, scales, axis, *, wire_dtype=None):
     """Multiply each row with its expert's number, and add up; `scales` are those of all experts."""
     counts = count_choices(indices, len(scales))
-    rows, own, route = ep_dispatch(x, indices, counts, axis, **wire)
+    rows, own, route = ep_dispatch(x, indices, counts, axis, wire_dtype=wire_dtype)
     assert len(rows) == own.sum()
     mine = scales.chunk(axis.count)[axis.index].repeat_interleave(own, output_size=len(rows))
-    return ep_combine(rows * mine.unsqueeze(1).to(rows.dtype), weights, route, axis, **wire), own
+    products = rows * mine.unsqueeze(1).to(rows.dtype)
+    return ep_combine(products, weights, route, axis, wire_dtype=wire_dtype), own
 
 
 def check_keys(indices, axis, *, first=0):
@@ -171,9 +172,11 @@ def error_of_the_wire():
     x, indices = drawn(64, 16, seed=axis.index).float(), choices(64, experts, 2, seed=axis.index)
     weights = torch.full((64, 2), 0.5).masked_fill(indices == experts, 0)
     found = []
-    for wire in ({}, {"wire_dtype": torch.bfloat16}):
+    for wire_dtype in (None, torch.bfloat16):
         leaf = x.clone().requires_grad_()
-        y, _ = through_experts(leaf, indices, weights, torch.ones(experts), axis, **wire)
+        y, _ = through_experts(
+            leaf, indices, weights, torch.ones(experts), axis, wire_dtype=wire_dtype
+        )
         assert y.dtype == torch.float32
         y.sum().backward()
         found.append((y.detach(), leaf.grad))

@@ -195,19 +195,24 @@ def test_choices_that_were_made_before_are_taken_with_weights_of_now():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("choose", "message"),
     [
-        ({"chosen": 5}, "5 of 4 experts cannot be chosen"),
-        ({"chosen": 0}, "0 of 4 experts"),
-        ({"chosen": 1, "is_token": torch.ones(2, dtype=torch.bool)}, r"is_token must be \[3\]"),
-        ({"chosen": 2, "indices": torch.zeros(3, 1).long()}, r"indices must be \[3, 2\]"),
+        (lambda route, logits: route(logits, 5), "5 of 4 experts cannot be chosen"),
+        (lambda route, logits: route(logits, 0), "0 of 4 experts"),
+        (
+            lambda route, logits: route(logits, 1, is_token=torch.ones(2, dtype=torch.bool)),
+            r"is_token must be \[3\]",
+        ),
+        (
+            lambda route, logits: route(logits, 2, indices=torch.zeros(3, 1).long()),
+            r"indices must be \[3, 2\]",
+        ),
     ],
 )
-def test_what_does_not_fit_is_refused(arguments, message):
-    chosen = arguments.pop("chosen")
+def test_what_does_not_fit_is_refused(choose, message):
     for route in (softmax_topk, sigmoid_topk):
         with pytest.raises(ValueError, match=f"{route.__name__}: .*{message}"):
-            route(torch.zeros(3, 4), chosen, **arguments)
+            choose(route, torch.zeros(3, 4))
     with pytest.raises(ValueError, match="cannot be chosen from 1 of 3 equal groups"):
         sigmoid_topk(torch.zeros(3, 4), 1, groups=3)
     with pytest.raises(ConfigError, match="9 of 8 experts"):
@@ -575,10 +580,10 @@ def test_choices_that_come_with_a_batch_are_taken_and_wrong_ones_are_refused():
     is_token = batch.document_ids >= 0
     want = torch.bincount(choices[:, :, 0][is_token].flatten(), minlength=8)
     assert torch.equal(out.sums[:, 3:], want.float().expand(2, -1))
-    for wrong, said in (
+    for wrong, message in (
         (choices[:, :, :1], r"choices must be \[B, S, 2, k\], for 2 layers, got \[4, 64, 1, 2\]"),
         (choices + 4, r"choices must be int64 \[256, 2\], of each token distinct ones in \[0, 8\)"),
         (choices[..., :1], r"choices must be int64 \[256, 2\], .* got torch.int64 \[256, 1\]"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             call_routed(model, attrs.evolve(batch, extra={"choices": wrong, **batch.extra}))

@@ -1,5 +1,7 @@
 """Latent attention: packed and not; YaRN; sizes that have it; `tests/hub` has `transformers`."""
 
+from functools import partial
+
 import attrs
 import pytest
 import torch
@@ -135,8 +137,10 @@ def test_names_shapes_and_scales_are_promised_before_a_model_is_made(config):
 
 def test_text_is_drawn():
     model = build_decoder(attrs.evolve(CONFIG, experts=EXPERTS), seed=0)
-    options = {"max_new_tokens": 4, "context": 8, "sampling": Sampling(temperature=0)}
-    (drawn,), ids = generate(model, [[1, 2, 3]], **options), [1, 2, 3]
+    ids = [1, 2, 3]
+    (drawn,) = generate(
+        model, [ids[:]], max_new_tokens=4, context=8, sampling=Sampling(temperature=0)
+    )
     for token in drawn.ids:
         batch = batch_from_rows(torch.tensor([ids]))
         assert int(call_routed(model, batch).output[0, -1].argmax()) == token
@@ -190,18 +194,25 @@ def test_latents_of_no_size_are_refused(field):
 
 
 @pytest.mark.parametrize(
-    "change", [{"factor": 0.5}, {"beta_slow": 9.0}, {"original_length": 0}, {"mscale": -1.0}]
+    "make",
+    [
+        partial(attrs.evolve, YARN, factor=0.5),
+        partial(attrs.evolve, YARN, beta_slow=9.0),
+        partial(attrs.evolve, YARN, original_length=0),
+        partial(attrs.evolve, YARN, mscale=-1.0),
+    ],
 )
-def test_a_bad_yarn_is_refused(change):
+def test_a_bad_yarn_is_refused(make):
     with pytest.raises(ValueError, match=r"YarnScaling: .* factor >= 1"):
-        attrs.evolve(YARN, **change)
+        make()
 
 
 def test_yarn_keeps_fast_pairs_and_slows_slow_ones():
     config = make_decoder_config("deepseek-v3")
-    options = {"theta": config.rope_theta, "dtype": torch.float64}
-    plain = rotary_frequencies(config.rotary_size, **options)
-    got = rotary_frequencies(config.rotary_size, scaling=config.rope_scaling, **options)
+    compute = partial(
+        rotary_frequencies, config.rotary_size, theta=config.rope_theta, dtype=torch.float64
+    )
+    got, plain = compute(scaling=config.rope_scaling), compute()
     # Pairs 10 and 23 turn 32 times and once in 4,096 tokens, rounded outwards.
     assert torch.equal(got[:11], plain[:11])
     torch.testing.assert_close(got[23:], plain[23:] / 40, rtol=1e-14, atol=0)

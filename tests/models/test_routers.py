@@ -29,7 +29,7 @@ def routings(draw):
 @given(routings(), st.sampled_from([1, 2, 3, 1000]))
 def test_an_expert_keeps_its_first_choices_and_no_other_number_moves(made, capacity):
     routing, logits = made
-    kept, taken = apply_capacity(routing, capacity), [0] * len(routing.counts)
+    limited, taken = apply_capacity(routing, capacity), [0] * len(routing.counts)
     want_indices, want_weights = routing.indices.tolist(), routing.weights.tolist()
     for token, experts in enumerate(routing.indices.tolist()):
         for choice, expert in enumerate(experts):
@@ -39,21 +39,21 @@ def test_an_expert_keeps_its_first_choices_and_no_other_number_moves(made, capac
                 want_indices[token][choice], want_weights[token][choice] = len(taken), 0.0
             else:
                 taken[expert] += 1
-    assert kept.indices.tolist() == want_indices
-    assert kept.weights.tolist() == want_weights
-    assert kept.counts.tolist() == taken
-    assert kept.shares is routing.shares
-    kept.weights.square().sum().backward()
+    assert limited.indices.tolist() == want_indices
+    assert limited.weights.tolist() == want_weights
+    assert limited.counts.tolist() == taken
+    assert limited.shares is routing.shares
+    limited.weights.square().sum().backward()
     assert logits.grad.isfinite().all()
 
 
 def test_what_is_dropped_trains_no_router():
     logits = torch.zeros(3, 2).requires_grad_()
     given_ = torch.zeros(3, 1, dtype=torch.int64)
-    kept = apply_capacity(
+    limited = apply_capacity(
         softmax_topk(logits, 1, renormalize=False, indices=given_), torch.tensor(2)
     )
-    kept.weights.sum().backward()
+    limited.weights.sum().backward()
     assert logits.grad.any(-1).tolist() == [True, True, False]
 
 

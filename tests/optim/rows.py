@@ -187,7 +187,7 @@ def rate(step):
     return LR * (1 + step % 3)
 
 
-def kept(x, kind, key, count, name):
+def round_trip(x, kind, key, count, name):
     """Return what is left of a moment; test_storage.py proves the code of 8 bits."""
     if kind == "bf16":
         keys = rounding_keys(
@@ -209,9 +209,9 @@ def kept(x, kind, key, count, name):
 
 
 def as_numbers(name, state):
-    """Return a moment as it is kept in fp64, flat."""
-    kept = {x: state[x].reshape(-1) for x in (name, f"{name}_scale") if x in state}
-    return read_moment(name, kept, torch.float64)
+    """Return a moment in fp64, flat."""
+    entries = {x: state[x].reshape(-1) for x in (name, f"{name}_scale") if x in state}
+    return read_moment(name, entries, torch.float64)
 
 
 def step_plainly(row, values, memory, step, gradients):
@@ -230,7 +230,9 @@ def step_plainly(row, values, memory, step, gradients):
             formula = partial(formula, betas=(0.8, 0.9))
         values[name] = formula(p, gradients[name], s, lr, decayed)
         for x in s.keys() & {"m", "v"}:
-            s[x] = kept(s[x], settings.get("moments"), {"m": "m", "v": "v_sq"}[x], step + 1, name)
+            s[x] = round_trip(
+                s[x], settings.get("moments"), {"m": "m", "v": "v_sq"}[x], step + 1, name
+            )
         if row.mean is not None:
             new = values[name]
             s["mean"] = row.mean * s.get("mean", new) + (1 - row.mean) * new

@@ -187,13 +187,13 @@ def test_a_step_that_is_refused_on_the_device_changes_no_bit(monkeypatch):
     p = nn.Parameter(drawn(4, 3))
     optimizer = Muon([p], lr=0.1)
     for step in range(3):
-        kept, memory = p.detach().clone(), optimizer.state[p].get("momentum_buffer")
+        before, memory = p.detach().clone(), optimizer.state[p].get("momentum_buffer")
         memory = torch.zeros(4, 3) if memory is None else memory.clone()
         p.grad = drawn(4, 3, seed=step + 1) * (math.nan if step < 2 else 1)
         update = tk.clip_and_step([p], optimizer, lr=0.1, max_norm=None)
         assert p.grad is None
         assert bool(update.applied) == (step == 2)
-        assert torch.equal(p, kept) == (step < 2)
+        assert torch.equal(p, before) == (step < 2)
         assert torch.equal(optimizer.state[p]["momentum_buffer"], memory.double()) == (step < 2)
 
 
@@ -301,7 +301,7 @@ def test_resumes_bit_for_bit_through_a_checkpoint(tmp_path):
 
 
 @given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 5))
-def test_work_is_dealt_evenly(costs, ranks):
+def test_work_is_distributed_evenly(costs, ranks):
     owners = assign_owners(costs, ranks)
     loads = [sum(c for c, o in zip(costs, owners, strict=True) if o == r) for r in range(ranks)]
     best = max([sum(costs) / ranks, *costs], default=0)
@@ -310,7 +310,7 @@ def test_work_is_dealt_evenly(costs, ranks):
 
 
 def rows_on(ranks, *, rows=4):
-    """Return a matrix whose rows are dealt to groups of ranks, each of which holds copies."""
+    """Return a matrix whose rows are sharded over groups of ranks that hold copies."""
     each = rows // len(ranks)
     boxes = {r: (i * each, each, 0, 2) for i, holders in enumerate(ranks) for r in holders}
     return Matrix((rows, 2), boxes, 1, 8 * rows)

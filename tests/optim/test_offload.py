@@ -23,26 +23,26 @@ def large_state(optimizer):
 
 
 def trained(row, *, offload, refused=()):
-    """Take three steps; return parameters, state, and how many had state beside the kept one."""
+    """Take three steps; return parameters, state, and how many parameters had device state."""
     named, most = made(row.dtype), []
     optimizer = row.make(named, offload=offload)
-    kept = {}
+    on_host = {}
 
     def look(*_):
         now = large_state(optimizer)
-        most.append(len({p for p, name in now if now[p, name] is not kept.get((p, name))}))
+        most.append(len({p for p, name in now if now[p, name] is not on_host.get((p, name))}))
 
     optimizer.register_step_pre_hook(look)
     for step in range(3):
         give_gradients_(named, step)
-        kept = large_state(optimizer) or kept
+        on_host = large_state(optimizer) or on_host
         applies = None if step not in refused else (lambda norm: norm < 0)
         tk.clip_and_step(
             named.values(), optimizer, lr=rate(step), max_norm=None, should_apply=applies
         )
-        if step:  # what is kept is written over, not made again
+        if step:  # state in host memory is overwritten, not allocated again
             now = large_state(optimizer)
-            assert all(now[key] is x for key, x in kept.items())
+            assert all(now[key] is x for key, x in on_host.items())
     return named, {(x, n): y for x, p in named.items() for n, y in optimizer.state[p].items()}, most
 
 

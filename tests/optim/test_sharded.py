@@ -232,9 +232,9 @@ def test_a_layout_steps_saves_and_goes_on_as_one_process(layout, kind, visited):
 def test_another_optimizer_takes_over_the_same_in_every_layout(layout, visited):
     _, hashes, found = visited
     assert hashes["to lion"][1]
-    for rank, (found_hash, told) in enumerate(found[layout, "to lion"]):
+    for rank, (found_hash, messages) in enumerate(found[layout, "to lion"]):
         assert found_hash == hashes["to lion"][0]
-        assert told == (hashes["to lion"][1] if rank == 0 else [])
+        assert messages == (hashes["to lion"][1] if rank == 0 else [])
 
 
 def test_checkpoints_of_two_layouts_differ_in_nothing_but_the_layout(visited):
@@ -260,13 +260,13 @@ def test_blocks_that_a_layout_cuts_are_refused_by_name(tmp_path):
     stages, optimizer = build(row, PLAIN, ps)
     state = train(stages, optimizer, ps, begin=0, end=1)
     tk.save_checkpoint(tmp_path, state, stages, optimizer, ps)
-    for told in run_ranks(cut_within_blocks, 2, row, tmp_path):
-        assert "sharded into 128 per rank, which splits blocks of 256" in told[0]
-        assert "sharded into 128 per rank" in told[1]
+    for messages in run_ranks(cut_within_blocks, 2, row, tmp_path):
+        assert "sharded into 128 per rank, which splits blocks of 256" in messages[0]
+        assert "sharded into 128 per rank" in messages[1]
 
 
 def cut_within_blocks(row, run):
-    """Return what is said to a layout that cuts rows of 256 numbers in two."""
+    """Return the errors of a layout that splits rows of 256 numbers in two."""
     wide = attrs.evolve(row, options=())
     with tk.parallel_session(tp=2) as ps:
         cut = tensor_parallel({"layers.*": "replicated", "layers.*.up": "row"})

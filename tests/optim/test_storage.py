@@ -120,7 +120,7 @@ def test_any_cut_gives_the_same_bits(monkeypatch, dtype, kind):
 # ------------------------------------------------------------------------------- codes of 8 bits
 
 
-def kept_of(name, values, step):
+def entries_of(name, values, step):
     parts = {name: torch.empty(values.numel(), dtype=torch.uint8)}
     parts[f"{name}_scale"] = torch.empty(values.numel() // 256)
     return encode_moment(name, values, parts, step)
@@ -131,10 +131,10 @@ def test_a_code_of_8_bits_is_near_and_stays(name, reach):
     values = torch.cat([torch.logspace(0, np.log10(reach * 1.2), 256) * s for s in (1e3, 1e-12)])
     values *= 1 if name == "v_sq" else (-1) ** torch.arange(512)
     for step in range(1, 20):
-        kept = kept_of(name, values, step)
-        found = read_moment(name, kept, torch.float32)
+        entries = entries_of(name, values, step)
+        found = read_moment(name, entries, torch.float32)
         assert ((found / values - 1).abs() <= 0.125).all()
-        again = kept_of(name, found, step + 100)
+        again = entries_of(name, found, step + 100)
         assert torch.equal(read_moment(name, again, torch.float32), found)
 
 
@@ -143,17 +143,17 @@ def test_second_moments_never_become_0_and_0_stays(most):
     values = torch.logspace(0, -45, 256, dtype=torch.float64).mul(most).float()
     values[7] = 0
     for step in range(9):
-        found = read_moment("v_sq", kept_of("v_sq", values, step), torch.float32)
+        found = read_moment("v_sq", entries_of("v_sq", values, step), torch.float32)
         assert torch.equal(found == 0, values == 0)
-    zero = read_moment("v_sq", kept_of("v_sq", torch.zeros(256), 1), torch.float32)
+    zero = read_moment("v_sq", entries_of("v_sq", torch.zeros(256), 1), torch.float32)
     assert not zero.any()
     values[9] = torch.nan
-    assert read_moment("v_sq", kept_of("v_sq", values, 1), torch.float32)[9].isnan()
+    assert read_moment("v_sq", entries_of("v_sq", values, 1), torch.float32)[9].isnan()
 
 
 def test_a_code_of_8_bits_is_right_on_average():
     values = torch.linspace(1.0, 2.0, 256)
-    found = [read_moment("m", kept_of("m", values, step), torch.float32) for step in range(1000)]
+    found = [read_moment("m", entries_of("m", values, step), torch.float32) for step in range(1000)]
     mean = torch.stack(found).mean(0)
     assert (mean - values).abs().max() < 1e-3
 
@@ -168,10 +168,10 @@ def test_moments_of_8_bits_follow_gradients_that_hardly_change_them(growth):
         p.grad[0, ::100] = 10.0  # the largest of each block stays
         optimizer.step()
     state = optimizer.state[p]
-    kept = {x: t.view(-1) for x, t in state.items()}
-    found = read_moment("exp_avg_sq", kept, torch.float32)
-    begun = 1 - 0.999**100
-    want = begun * 0.999**500 + growth**2 * (1 - 0.999**500)
+    entries = {x: t.view(-1) for x, t in state.items()}
+    found = read_moment("exp_avg_sq", entries, torch.float32)
+    initial = 1 - 0.999**100
+    want = initial * 0.999**500 + growth**2 * (1 - 0.999**500)
     alone = torch.ones(512, dtype=torch.bool)
     alone[::100] = False
     assert abs(float(found[alone].mean()) / want - 1) < 0.03
@@ -193,8 +193,8 @@ def after(name, gradients, *, moments, start=0.0, lr=0.0, **options):
         p.grad = torch.full((2, 512), value)
         for _ in range(steps):
             optimizer.step()
-    kept = {x: t.reshape(-1) for x, t in optimizer.state[p].items()}
-    found = {x: read_moment(x, kept, torch.float64) for x in kept if x in NARROW_MOMENTS}
+    entries = {x: t.reshape(-1) for x, t in optimizer.state[p].items()}
+    found = {x: read_moment(x, entries, torch.float64) for x in entries if x in NARROW_MOMENTS}
     return p.detach().double(), found
 
 

@@ -160,13 +160,13 @@ def test_a_refused_step_changes_no_bit_and_no_count(row, steps):
         named["up.weight"].grad[0, 0] = torch.nan
 
     named, optimizer = started(row, steps)
-    kept, twin = held(named, optimizer), started(row, steps)
+    before, twin = held(named, optimizer), started(row, steps)
     assert not step_once(named, optimizer, steps, change=spoil).applied
     after = held(named, optimizer)
-    assert same({k: after[k] for k in kept}, kept)
+    assert same({k: after[k] for k in before}, before)
     if steps == 0:  # nothing but what is remembered before the first step
-        begun = {k: x for k, x in after.items() if "/mean/" not in k}
-        assert all(not x.double().any() for k, x in begun.items() if k.startswith("optimizer/"))
+        initial = {k: x for k, x in after.items() if "/mean/" not in k}
+        assert all(not x.double().any() for k, x in initial.items() if k.startswith("optimizer/"))
     for run in ((named, optimizer), twin):
         assert step_once(*run, steps).applied
     assert same(held(named, optimizer), held(*twin))
@@ -211,7 +211,7 @@ def test_elements_are_paired_by_index_whatever_the_strides(name, of_parameter, o
 
 
 @each
-def test_few_bits_are_kept_only_where_they_are_asked_for(row):
+def test_low_precision_is_used_only_where_it_is_requested(row):
     refused = {BF16} if row.optimizer == "schedule-free" else set()
     for dtype in {row.dtype, torch.float32, BF16} - refused:
         _, optimizer = started(attrs.evolve(row, dtype=dtype), 1)
@@ -226,7 +226,7 @@ def test_few_bits_are_kept_only_where_they_are_asked_for(row):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_bytes_of_state_are_those_that_are_told(name):
+def test_the_bytes_of_state_are_those_of_state_bytes(name):
     for kind in ("fp32", "bf16", "8bit"):
         options = {"moments": kind} if "moments" in OPTIMIZERS[name].options else {}
         matrix = {"m": nn.Parameter(torch.ones(4, 512))}
@@ -235,8 +235,8 @@ def test_the_bytes_of_state_are_those_that_are_told(name):
         matrix["m"].grad = torch.ones(4, 512)
         optimizer.step()
         state = optimizer.state[matrix["m"]].values()
-        kept = sum(x.nbytes for x in state if x.dim())
-        assert kept / matrix["m"].numel() == state_bytes(name, options)
+        num_bytes = sum(x.nbytes for x in state if x.dim())
+        assert num_bytes / matrix["m"].numel() == state_bytes(name, options)
 
 
 # --------------------------------------------------------------------------------------- resuming
@@ -308,7 +308,7 @@ ASKED = ResumeRules(ask=("optimizer",), granted=("optimizer",))
 
 
 def changed(before, after, tmp_path, steps=3, rules=None):
-    """Save in one row, go on in another; return both, and what was told."""
+    """Save in one row, resume in another; return both, and the messages."""
     old = started(before, steps)
     stages = [Named(old[0])]
     tk.save_checkpoint(tmp_path, TrainState(step=steps), stages, old[1], PS)
@@ -327,8 +327,10 @@ def changed(before, after, tmp_path, steps=3, rules=None):
 
 
 def test_lion_takes_over_the_moment_of_adamw(tmp_path):
-    old, new, told = changed(ROWS["adamw"], ROWS["lion"], tmp_path)
-    assert "the optimizer carries over exp_avg, drops step and exp_avg_sq (4 parameters)" in told
+    old, new, messages = changed(ROWS["adamw"], ROWS["lion"], tmp_path)
+    assert (
+        "the optimizer carries over exp_avg, drops step and exp_avg_sq (4 parameters)" in messages
+    )
     for name, p in new[0].items():
         q = old[0][name]
         assert torch.equal(p, q)
@@ -338,8 +340,10 @@ def test_lion_takes_over_the_moment_of_adamw(tmp_path):
 
 
 def test_lion_takes_over_the_step_of_adamw_where_its_moments_are_rounded_by_it(tmp_path):
-    _, new, told = changed(ROWS["adamw"], ROWS["lion, bf16 moments"], tmp_path)
-    assert "the optimizer carries over step and exp_avg, drops exp_avg_sq (4 parameters)" in told
+    _, new, messages = changed(ROWS["adamw"], ROWS["lion, bf16 moments"], tmp_path)
+    assert (
+        "the optimizer carries over step and exp_avg, drops exp_avg_sq (4 parameters)" in messages
+    )
     assert all(float(state["step"]) == 3 for state in new[1].state.values())
     step_once(*new, 3)
     assert all(float(state["step"]) == 4 for state in new[1].state.values())
@@ -348,12 +352,12 @@ def test_lion_takes_over_the_step_of_adamw_where_its_moments_are_rounded_by_it(t
 @pytest.mark.parametrize("kind", ["bf16", "8bit"])
 def test_a_count_begins_where_moments_that_needed_none_go_on_in_few_bits(kind, tmp_path):
     after = Row("lion", (f"moments={kind}",))
-    _, new, told = changed(ROWS["lion"], after, tmp_path)
-    assert "the optimizer carries over exp_avg, initializes step (4 parameters)" in told
+    _, new, messages = changed(ROWS["lion"], after, tmp_path)
+    assert "the optimizer carries over exp_avg, initializes step (4 parameters)" in messages
     step_once(*new, 3)
     assert all(float(state["step"]) == 1 for state in new[1].state.values())
-    _, back, told = changed(after, ROWS["lion"], tmp_path / "back")
-    assert "the optimizer carries over exp_avg, drops step (4 parameters)" in told
+    _, back, messages = changed(after, ROWS["lion"], tmp_path / "back")
+    assert "the optimizer carries over exp_avg, drops step (4 parameters)" in messages
     assert all(state.keys() == {"exp_avg"} for state in back[1].state.values())
 
 
@@ -386,8 +390,10 @@ def test_moments_that_a_count_corrects_are_not_taken_over_without_it(tmp_path):
 def test_moments_go_from_any_number_of_bits_to_any_other(kind, tmp_path):
     for start in ("adamw", "adamw, bf16 moments", "adamw, 8-bit moments"):
         after = Row(options=(f"moments={kind}", "cautious=True"))
-        old, new, told = changed(ROWS[start], after, tmp_path / start)
-        assert "the optimizer carries over step and exp_avg and exp_avg_sq (4 parameters)" in told
+        old, new, messages = changed(ROWS[start], after, tmp_path / start)
+        assert (
+            "the optimizer carries over step and exp_avg and exp_avg_sq (4 parameters)" in messages
+        )
         as_new, as_old = fp64_moments(*new), fp64_moments(*old)
         fresh = fp64_moments(*started(after, 1))
         assert as_new.keys() == as_old.keys() == fresh.keys()
@@ -418,8 +424,8 @@ def state_kinds(optimizer):
 
 def test_what_a_count_corrects_begins_afresh_where_a_part_of_it_is_missing(tmp_path):
     before = attrs.evolve(ROWS["lion"], mean=0.9)
-    old, new, told = changed(before, attrs.evolve(ROWS["adamw"], mean=0.9), tmp_path)
-    assert any("carries over mean, initializes step and exp_avg" in line for line in told)
+    old, new, messages = changed(before, attrs.evolve(ROWS["adamw"], mean=0.9), tmp_path)
+    assert any("carries over mean, initializes step and exp_avg" in line for line in messages)
     for name, p in new[0].items():
         assert new[1].state[p].keys() == {"mean"}
         assert torch.equal(new[1].state[p]["mean"], old[1].state[old[0][name]]["mean"])
@@ -436,9 +442,9 @@ def test_what_a_count_corrects_begins_afresh_where_a_part_of_it_is_missing(tmp_p
 @pytest.mark.parametrize(("before", "after"), [(0.9, None), (None, 0.9)])
 def test_who_allows_another_mean_may_begin_or_end_one(before, after, tmp_path):
     rows = [attrs.evolve(ROWS["adamw"], mean=mean) for mean in (before, after)]
-    asked = ResumeRules(ask=["mean"], granted=["mean"])
-    _, new, told = changed(*rows, tmp_path, rules=asked)
-    assert any("carries over step and exp_avg and exp_avg_sq" in line for line in told)
+    rules = ResumeRules(ask=["mean"], granted=["mean"])
+    _, new, messages = changed(*rows, tmp_path, rules=rules)
+    assert any("carries over step and exp_avg and exp_avg_sq" in line for line in messages)
     step_once(*new, 3)
     assert all(("mean" in x) == bool(after) for x in new[1].state.values())
 
@@ -472,7 +478,7 @@ def test_a_roll_back_goes_behind_a_change_of_the_optimizer(tmp_path):
     assert float(new[1].state[new[0]["scale"]]["step"]) == 3
 
 
-def test_a_precision_is_an_option_of_every_optimizer_and_moments_are_told_once():
+def test_a_precision_is_an_option_of_every_optimizer_and_moments_are_set_once():
     model = nn.ModuleDict({"up": nn.Linear(4, 4), "head": nn.Linear(4, 4)}).bfloat16()
     make = partial(
         make_optimizer, [model], lr=0.1, precision=Precision(storage="bf16", moments="8bit")

@@ -1,9 +1,9 @@
-"""Causal attention inside each document of a packed batch: choose one and pass it to the model.
+"""Attention functions: causal, inside each document of a packed batch.
 
-Every function here is an `Attend` of `trainkit.types`, or makes one: `sdpa` runs anywhere, `varlen`
-uses torch's kernel for packed documents on CUDA and `sdpa` elsewhere; `flex` is one kernel for
-windows and soft caps too; `choose_kernel` takes the first of a list that fits, and says why; `ring`
-and `ulysses` attend over rows of which each rank holds a part.
+Choose one and pass it to the model. Each is an `Attend` of `trainkit.types`, or makes one: `sdpa`
+runs anywhere; `varlen` uses torch's kernel for packed documents on CUDA and `sdpa` elsewhere;
+`flex` is one kernel for windows and soft caps too; `choose_kernel` returns the first of a list that
+fits; `ring` and `ulysses` are for rows that are sharded over ranks.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def batch_from_rows(
                 f"batch_from_rows: {name} must be {dtype} {list(input_ids.shape)} of two "
                 f"dimensions, got {x.dtype} {list(x.shape)}"
             )
-    # Where padding begins or ends, so does a span, whatever `starts` or positions say.
+    # Where padding begins or ends, so does a span, whatever `starts` or positions hold.
     is_start = torch.ones_like(padding)
     is_start[:, 1:] = padding[:, 1:] != padding[:, :-1]
     if starts is not None:
@@ -219,6 +219,8 @@ def shift_labels(input_ids: Tensor, document_ids: Tensor) -> Tensor:
     labels = torch.full_like(input_ids, IGNORED_LABEL)
     document = document_ids[:, :-1]
     has_next = (document == document_ids[:, 1:]) & (document >= 0)
+    # Shifted over the whole row, and then masked at the ends of documents: no loop over
+    # documents.
     labels[:, :-1] = torch.where(has_next, input_ids[:, 1:], IGNORED_LABEL)
     return labels
 
@@ -425,6 +427,7 @@ def batch_hash(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
         for name in ("input_ids", "labels", "position_ids"):
             key = to_int64(make_key(name))
             total += mix_bits_tensor(mix_bits_tensor(index + key) + batch[name])
+        # Any mapping serves as a batch, and only a `Batch` has `extra`.
         for name in sorted(getattr(batch, "extra", {}).keys() - {*EXTRA_TENSORS}):
             total += _hash_column(name, batch[name], batch["token_index"])
         hashes.append(torch.where(batch["document_ids"] != -1, total, 0).sum())

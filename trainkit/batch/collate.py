@@ -225,6 +225,7 @@ def _split_by_part(corpus: Any, table: SpanTable) -> Iterator[tuple[Corpus, Span
         yield corpus, table
         return
     firsts = np.asarray(corpus.first_documents)
+    # Row padding belongs to no part, and was written already.
     table = np.compress(table[DOCUMENT] >= 0, table, axis=1)
     part_of = np.searchsorted(firsts, table[DOCUMENT], side="right") - 1
     for index in np.unique(part_of).tolist():
@@ -273,6 +274,8 @@ def _copy_column(
             f"{shape}, got {got}",
             got=got,
         )
+    # Numbers that are widened are converted by the loop; others are copied as bits of their size,
+    # so that the loop is compiled for few types.
     is_widened = column.dtype in _WIDER
     source = values if is_widened else _view_bits(values)
     target = out if is_widened else _view_bits(out)

@@ -25,6 +25,7 @@ def make_divisors(denominator: Denominator) -> Denominator:
 
 
 def _replace_zero(denominator: Tensor) -> Tensor:
+    # A test or a notebook may give a plain number.
     x = denominator if isinstance(denominator, Tensor) else torch.as_tensor(denominator)
     # On a CPU looking at the value is cheaper than a kernel.
     if can_read_values(x) and not x.ndim and x.item() != 0:

@@ -128,11 +128,13 @@ def copy_spans(ids: Any, labels: Any, tokens: Any, table: Any) -> Any:
         start = table[BEGIN, span]
         size = table[SIZE, span]
         first = table[SOURCE, span]
-        target, source = ids[start : start + size], tokens[first : first + size]
+        target = ids[start : start + size]
+        source = tokens[first : first + size]
         for i in range(target.size):
             target[i] = source[i]
             largest = max(largest, source[i])
-        target, source = labels[start : start + max(size - 1, 0)], source[1:]
+        target = labels[start : start + max(size - 1, 0)]
+        source = source[1:]
         for i in range(target.size):
             target[i] = source[i]
     return largest
@@ -170,6 +172,7 @@ def copy_column(out: Any, values: Any, table: Any, width: int, shift: int) -> No
         start = table[BEGIN, span] * width
         first = (table[SOURCE, span] + shift) * width
         size = max(table[SIZE, span] - shift, 0) * width
-        target, source = out[start : start + size], values[first : first + size]
+        target = out[start : start + size]
+        source = values[first : first + size]
         for i in range(target.size):
             target[i] = source[i]

@@ -70,6 +70,7 @@ def shift_tokens(
     for name, value in sample.items():
         if not isinstance(value, torch.Tensor) or value.ndim == 0:
             shifted[name] = value
+        # Made anew: the last position has no target, and the first must be 0.
         elif name == "position_ids" and len(value) == length:
             shifted[name] = torch.arange(max(length - 1, 0), device=value.device)
         elif name == "labels" or name in targets:
@@ -92,7 +93,8 @@ def _needs_shift(sample: Mapping[str, Any], mode: str) -> bool:
         if not isinstance(value, torch.Tensor) or value.ndim != 1:
             got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(f"shift_tokens: {name} must be a tensor [S], got {got}")
-    input_ids, labels = sample["input_ids"], sample["labels"]
+    input_ids = sample["input_ids"]
+    labels = sample["labels"]
     if mode == "always" and ("target_tokens" in sample or len(input_ids) != len(labels)):
         raise ValueError(
             f"shift_tokens: {len(input_ids)} input_ids, {len(labels)} labels"
@@ -103,7 +105,8 @@ def _needs_shift(sample: Mapping[str, Any], mode: str) -> bool:
         return True
     if len(input_ids) != len(labels):
         return False
-    token, label = input_ids[:-1], labels[:-1]
+    token = input_ids[:-1]
+    label = labels[:-1]
     # Where a token is followed by another one, a label equal to the token itself is not shifted
     # yet; one equal to the next token is. The first such place decides.
     decides = ((label != IGNORED_LABEL) & (token != input_ids[1:])).nonzero()
@@ -155,7 +158,8 @@ def pad_stack(
     if not (dtype.is_floating_point or dtype.is_complex):
         low, high = 0, 1
         if dtype != torch.bool:
-            low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+            low = torch.iinfo(dtype).min
+            high = torch.iinfo(dtype).max
         if not math.isfinite(value) or value != int(value) or not low <= value <= high:
             raise ValueError(f"pad_stack: rows of {dtype} cannot be padded with {value}")
     check_choice(("left", "right"), "pad_stack", side=side)

@@ -441,7 +441,8 @@ def _copy_chunks(  # noqa: PLR0917 (keywords take numba 1 us)
     for row in range(len(source) // max(length * inner, 1)):
         end = 0
         for document in range(1, len(bounds)):
-            begin, end = end, bounds[document]
+            begin = end
+            end = bounds[document]
             size = np.int64((end - begin) * fraction + 0.5)
             if end <= begin or end > length or size * 2 * count != end - begin:
                 return False

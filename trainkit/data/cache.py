@@ -198,6 +198,7 @@ def _load_on_all_ranks(
         local_bins.append(bins)
         return sha256
 
+    # A fit that depends on more than its arguments would train every rank on other rows.
     for rank, got in enumerate(run_on_all_ranks(follow, axis)):
         if got != want:
             raise DataError(
@@ -222,6 +223,7 @@ def _load_or_write(path: Path, key: _Key, make_plan: _MakePlan, log: Log) -> tup
     num_rows = len(plan[0])
     try:
         _write(path, key, *plan)
+        # Read back: rank 0 maps the file as the others do, and every byte is checked.
         opened = _open(path, key)
     except _UNUSABLE as error:
         # A full disk ends the run: it would fail at its first checkpoint.
@@ -272,7 +274,8 @@ def _open(path: Path, key: _Key) -> _Plan:
         if difference := _find_difference(header["key"], key):
             raise ValueError(f"it is the packing of another key: {difference}")
         start = file.tell()
-        rows, pieces = header["rows"], header["pieces"]
+        rows = header["rows"]
+        pieces = header["pieces"]
         size = os.fstat(file.fileno()).st_size
         expected = start + 8 * (rows + 1 + 3 * pieces)
         # A truncated file, or a forged number of rows, is found before anything of that size is
@@ -301,7 +304,8 @@ def _get_arrays(bins: Bins) -> list[np.ndarray[Any, Any]]:
 def _find_difference(got: _Key, want: _Key) -> str | None:
     """Describe the first field in which two keys differ."""
     for name in sorted({*got, *want}):
-        actual, expected = got.get(name, "nothing"), want.get(name, "nothing")
+        actual = got.get(name, "nothing")
+        expected = want.get(name, "nothing")
         if actual != expected:
             return f"{name} is {actual!r} instead of {expected!r}"
     return None

@@ -160,6 +160,7 @@ def _serialize(batch: StepBatch) -> Tensor:
     """Convert a batch to uint8: the length of a safetensors file, and its bytes."""
     tensors = {"cursor": torch.tensor([batch.cursor.batch, *batch.cursor.stream])}
     for i, microbatch in enumerate(batch.microbatches):
+        # Only tensors have a place in a safetensors file.
         others = [name for name, x in microbatch.extra.items() if not isinstance(x, torch.Tensor)]
         if others:
             raise ValueError(

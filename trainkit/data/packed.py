@@ -59,6 +59,7 @@ class PackedCorpus:
         """Return the index of the source of each row, or None without `num_rows`."""
         if self.num_rows is None:
             return None
+        # From the right, which skips sources without rows.
         return np.searchsorted(np.cumsum(list(self.num_rows.values())), rows, side="right")
 
 
@@ -188,7 +189,8 @@ def concat_packed(packed: Mapping[str, PackedCorpus]) -> PackedCorpus:
     (first_name, first), *others = packed.items()
     for name, other in others:
         for field in ("capacity", "multiple_of"):
-            expected, actual = getattr(first.bins, field), getattr(other.bins, field)
+            expected = getattr(first.bins, field)
+            actual = getattr(other.bins, field)
             if actual != expected:
                 raise ValueError(
                     f"concat_packed: bins must have one {field}: {first_name!r} has {expected}, "
@@ -228,6 +230,7 @@ def _concat_bins(tables: Sequence[Bins], num_documents: Sequence[int]) -> Bins:
     offsets = np.zeros(rows[-1] + 1, np.int64)
     documents = np.empty(pieces[-1], np.int64)
     for i, bins in enumerate(tables):
+        # Each table's first offset is the last one of the table before, so it is left out.
         np.add(bins.offsets[1:], pieces[i], out=offsets[rows[i] + 1 : rows[i + 1] + 1])
         np.add(bins.documents, first_documents[i], out=documents[pieces[i] : pieces[i + 1]])
     return Bins(

@@ -102,7 +102,8 @@ def prefetch_batches(
                 batch, arrival = worker.batches.get(timeout=timeout)
             except queue.Empty:
                 is_timed_out = True
-                batch, arrival = _make_timeout_error(next_cursor, timeout), None
+                batch = _make_timeout_error(next_cursor, timeout)
+                arrival = None
             if isinstance(batch, StepBatch):
                 worker.room.release()
                 next_cursor = batch.cursor

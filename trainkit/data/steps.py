@@ -315,6 +315,7 @@ def make_microbatches(
             f"make_microbatches: the rows of a step must be from 0 to {num_rows - 1}, got "
             f"{rows.min()} to {rows.max()}"
         )
+    # A table of this batch alone, so that a row's number is its position in the step.
     bins = select_rows(packed.bins, rows)
     sources = packed.source_of(rows)
     positions = assign_rows(
@@ -399,6 +400,7 @@ def make_eval_batches(
     if len(bins) and not len(rows):
         rows = np.array([-1])
     rows_per_batch = min(rows_per_batch, max(1, len(bins)))
+    # All batches have one shape, for a compiled model.
     rows = np.append(rows, np.full(-len(rows) % rows_per_batch, -1))
     return (
         _shard_sequence(_collate(packed.corpus, bins, batch, sources, pad_id=0), data_shard, device)
@@ -407,7 +409,10 @@ def make_eval_batches(
 
 
 def _check_row_length(bins: Bins, data_shard: DataShard) -> None:
-    ring, ulysses = data_shard.ring.count, data_shard.ulysses.count
+    ring = data_shard.ring.count
+    ulysses = data_shard.ulysses.count
+    # A zigzag has two chunks for each rank of the ring, and Ulysses slices the shard of a ring's
+    # rank once more.
     multiple = math.lcm(2 * ring if ring > 1 else 1, ring * ulysses)
     if bins.capacity % multiple:
         raise ConfigError(

@@ -688,7 +688,8 @@ def logits_of(
         (tensor([[2., 2.],
                 [2., 2.]]), None)
     """
-    hidden, weight = factors.hidden[rows], factors.weight[words]
+    hidden = factors.hidden[rows]
+    weight = factors.weight[words]
     out = buffer[: len(hidden) * len(weight)].view(len(hidden), len(weight))
     if hidden.dtype == out.dtype:
         logits = torch.mm(hidden, weight.t(), out=out)

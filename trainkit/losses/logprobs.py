@@ -171,6 +171,7 @@ class _TokenLogprobs(torch.autograd.Function):
             for words in parts:
                 logits = shaped_(make(rows, words), shaping.of(rows), axis)
                 partials.append(partial_scores_(logits, words, labels[rows], axis, of=len(weight)))
+            # Ranks exchange once for each slice of tokens, after all of its words.
             scores.append(whole_scores(partials, axis))
         losses, normalizers = (torch.cat(x) for x in zip(*scores, strict=True))
         ctx.save_for_backward(hidden, weight, bias, labels, losses, normalizers)
@@ -196,6 +197,8 @@ class _TokenLogprobs(torch.autograd.Function):
         buffer = torch.empty(size, dtype=exact, device=weight.device)
         for rows, parts in ctx.tiles:
             tile_shaping = shaping.of(rows)
+            # The gradient of -log p is softmax - onehot, times the incoming derivative of each
+            # token.
             d_losses = tile_shaping.known(-d_logprobs[rows], losses[rows])[:, None]
             for words in parts:
                 logits, d_softcap = logits_of(factors, rows, words, buffer, needs_slope=True)
@@ -234,7 +237,8 @@ def _make_tiles(
     # The largest shard decides, so that all ranks have the same slices of tokens.
     words = axis.largest if isinstance(axis, VocabularyAxis) else max(1, len(weight))
     if whole_rows:
-        rows, part = chunk or get_chunk_size(weight, axis), words
+        rows = chunk or get_chunk_size(weight, axis)
+        part = words
     else:
         size = min(_TILE, chunk * words) if chunk else _TILE
         rows = max(1, min(tokens, _ROWS, size))

@@ -217,6 +217,7 @@ def filter_min_p(logits: Tensor, p: Each) -> Tensor:
         0.0
     """
     probabilities = logits.softmax(-1)
+    # In probabilities and not in logits, as transformers does.
     minimum = _column(p) * probabilities.amax(-1, keepdim=True)
     return logits.masked_fill(probabilities < minimum, -torch.inf)
 

@@ -330,9 +330,11 @@ def own_words(
     """
     first, end, _ = part.indices(words)
     if isinstance(axis, VocabularyAxis):
-        before, total = axis.first, axis.total
+        before = axis.first
+        total = axis.total
     else:  # the words divide evenly
-        before, total = axis.index * words, axis.count * words
+        before = axis.index * words
+        total = axis.count * words
     # Index within the slice `part` of this rank's words.
     local = ids - (before + first)
     own = (local >= 0) & (local < end - first)

@@ -81,6 +81,7 @@ def report_by_source(names: Sequence[str], loss: NamedLoss = next_token) -> Name
         total, losses, counts = per_token(output, batch)
         source_sums = _sum_by_source(losses, batch["source"], len(names))
         source_counts = _sum_by_source(counts, batch["source"], len(names))
+        # In the order of `source_terms`: sum, count, sum, count.
         values = [x for pair in zip(source_sums, source_counts, strict=True) for x in pair]
         terms = dict(zip(loss.terms, (total.detach(), counts.sum()), strict=False))
         return total, {**terms, **dict(zip(source_terms, values, strict=True))}

@@ -140,6 +140,7 @@ def read_output(
             f'{where}: a Hidden or a pair (hidden, weight), as of a decoder with head="hidden", '
             f"was expected, got a {type(output).__name__}; for logits use next_token"
         )
+    # A plain pair takes the defaults of Hidden: no axis, no soft cap.
     hidden, weight, axis, softcap = Hidden(*output)
     labels = read_field(where, batch, "labels")
     axis = make_vocabulary_axis(weight, axis)
@@ -237,6 +238,7 @@ def make_score_loss(
         check_range("make_score_loss", **{name: weight})
     names = tuple(terms)
     of_scores = tuple(terms.values())
+    # A Shaping is a tuple, not callable; anything else is a function of the batch.
     fixed_shaping = shaping if isinstance(shaping, Shaping) else None
 
     def compute(output: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -246,6 +248,7 @@ def make_score_loss(
     def per_token(output: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         total, values = compute(output, batch)
         labels = batch["labels"]
+        # One column for each term: the loss, and perhaps its count.
         columns = values.view(*labels.shape, -1).unbind(-1)
         counts = columns[1] if len(columns) > 1 else (labels != IGNORED_LABEL).long()
         return total, columns[0], counts

@@ -1,12 +1,14 @@
-"""Models: plain `nn.Module`s; their values are functions of a seed and of names.
+"""Models: plain `nn.Module`s whose initial values are functions of a seed and of names.
 
-`config` describes a decoder of the Llama, Gemma, GPT-2, Mixtral, DeepSeek-V3 and other families,
-`decoder` is its modules, `latent` the attention of the last, `experts` its layers of experts,
-`routers` what chooses among them and `dispatch` what takes tokens there and back, `initial` its
-first values, `upcycle_weights`
-those that a dense one has, `sizes` its public and small sizes by name; `call` enters a batch into a
-model, `cache` is what generation keeps of a text, `bare` runs a module in fewer calls. There are no
-buffers but those of a router, which a step moves and a checkpoint holds.
+- `config`: the architecture of a decoder of the Llama, Gemma, GPT-2, Mixtral, DeepSeek-V3 and other
+  families, and the shapes of its parameters; `decoder_sizes`: published and small ones by name.
+- `decoder`: its modules, with `layers`, `rotary` and `latent_attention`.
+- `experts`: mixture-of-experts layers, with `routers`, and `dispatch` to the ranks of experts.
+- `init_weights`: initial values; `upcycling`: those of a decoder with experts from a dense one.
+- `call`: the call of a model with a batch; `kv_cache`: keys and values of earlier tokens.
+- `functional`: modules without the overhead of `nn.Module`; `mixins`: changes of existing modules.
+
+The only buffers are those of routers.
 """
 
 from trainkit.models.call import (

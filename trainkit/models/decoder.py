@@ -127,7 +127,7 @@ class Attention(nn.Module):
         size = config.head_size
         self.head_size = size
         self.attend = attend
-        self.scale = config.score_scale
+        self.scale = config.score_scale  # None: the kernel's default, 1 / sqrt(head_size)
         self.window = window
         self.softcap = config.score_softcap
         self.wq = Linear(config.width, config.heads * size, bias=config.qkv_bias)

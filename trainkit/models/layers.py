@@ -96,6 +96,7 @@ class OffsetNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., size]` to `[..., size]`."""
         dtype = torch.promote_types(x.dtype, torch.float32)
+        # 1 + weight is rounded in fp32: bf16 would lose weights below 1/256.
         scale = 1 + self.weight.to(dtype)
         return nn.functional.rms_norm(x.to(dtype), scale.shape, scale, self.eps).to(x.dtype)
 
@@ -105,6 +106,7 @@ class WideNorm(nn.Module):
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
+        # `size` stays that of all heads when tensor parallelism shards the weight.
         self.weight, self.size, self.eps = nn.Parameter(torch.empty(size)), size, eps
 
     def forward(self, x: Tensor) -> Tensor:

@@ -135,7 +135,8 @@ def uniform_symmetric(
 
 
 def _fill_box(fill: Any, key: int, shape: Sequence[int], offset: Sequence[int] | None) -> Tensor:
-    shape_, offset_ = tuple(shape) or (1,), tuple(offset or (0,) * max(len(shape), 1))
+    shape_ = tuple(shape) or (1,)
+    offset_ = tuple(offset or (0,) * max(len(shape), 1))
     if len(shape_) != len(offset_):
         raise ValueError(f"noise: shape {shape_} and offset {offset_} differ in length")
     keys = row_keys(key, shape_, offset_)
@@ -160,6 +161,7 @@ def make_token_keys(token_index: Tensor, *, seed: int, step: int) -> Tensor:
         >>> torch.equal(keys[1:], make_token_keys(torch.tensor([[3, 4, 5]]), seed=0, step=4))
         True
     """
+    # One hash for each token: the step's key is computed once, on the host.
     return mix_bits_tensor(token_index * to_int64(GOLDEN) + to_int64(make_key(seed, "token", step)))
 
 
@@ -204,6 +206,7 @@ def make_random_bits(keys: Tensor, *, name: str, features: int, first: int = 0) 
         True
     """
     feature = torch.arange(first, first + features, device=keys.device) * to_int64(GOLDEN)
+    # Mixed between token and feature, so that two modules do not have shifted copies of one mask.
     site = mix_bits_tensor(keys ^ to_int64(make_key(name)))
     return _shift_right(mix_bits_tensor(site.unsqueeze(-1) + feature), 11)
 
@@ -232,7 +235,7 @@ def dropout(
 
     Raises:
         ValueError: `p` is not in [0, 1), the shapes do not fit, or `x` holds a part of the features
-            and does not say which.
+            and `offset` is not given.
 
     Examples:
         >>> x, keys = torch.ones(1, 2, 8), make_token_keys(torch.tensor([[0, 1]]), seed=0, step=0)
@@ -250,7 +253,8 @@ def dropout(
             f"dropout: keys {tuple(keys.shape)} must have the shape of x "
             f"{tuple(x.shape)} without its last dimension"
         )
-    features, first = x.shape[-1], offset or 0
+    features = x.shape[-1]
+    first = offset or 0
     if (features != width and offset is None) or not 0 <= first <= width - features:
         raise ValueError(
             f"dropout: x has {features} of the {width} features at {name!r}; give the index of "

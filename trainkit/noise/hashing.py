@@ -96,7 +96,8 @@ def hash_box(
         True
     """
     box = np.ascontiguousarray(box).reshape(box.shape or (1,))
-    shape, offset = tuple(shape) or (1,), tuple(offset) or (0,)
+    shape = tuple(shape) or (1,)
+    offset = tuple(offset) or (0,)
     strides = [int(np.prod(shape[dim + 1 :], dtype=np.int64)) for dim in range(len(shape))]
     # The flat index, in the full tensor, of the first element of each row of the box.
     first = np.zeros(box.shape[:-1], np.uint64)

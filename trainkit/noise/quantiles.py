@@ -49,7 +49,8 @@ def normal_by_quantile(key: Tensor, shape: Sequence[int], offset: Sequence[int])
     for size, start in zip(shape[:-1], offset[:-1], strict=True):
         index = torch.arange(start + 1, start + 1 + size, device=key.device) * to_int64(GOLDEN)
         keys = mix_bits_tensor(keys.unsqueeze(-1) ^ index)
-    start, end = offset[-1], offset[-1] + shape[-1]
+    start = offset[-1]
+    end = offset[-1] + shape[-1]
     # A hash of 64 bits serves four elements.
     words = torch.arange(start // 4, -(-end // 4), device=key.device) * to_int64(GOLDEN)
     hashes = mix_bits_tensor(keys.unsqueeze(-1) + words)

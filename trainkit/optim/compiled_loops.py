@@ -275,23 +275,24 @@ def rule_loop(rule: Callable[..., Any], moments: int) -> Callable[..., None]:
     """Return the loop of a rule over flat memory, compiled at its first call.
 
     Args:
-        rule: `rule(p, g, *moments, numbers) -> (p, *moments)`, pure.
+        rule: `rule(p, g, *moments, coefficients) -> (p, *moments)`, pure.
         moments: The number of its moments, at most two.
 
     Returns:
-        `loop(size, addresses, likes, keys, moment_keys, position, offsets, numbers)`. Seven
-        tensors, flat and contiguous, are given by their addresses and by an array of the same dtype
-        (None where there is no such tensor): parameter, gradient, rest of the parameter, two
-        moments, and the scales of both, as int32. `size` is the number of elements of the first.
-        `keys` and `moment_keys` are uint32 `[rows]` from `rounding_keys`, or None; `position` is
-        (step, length of a row, its first column's index); `offsets` int32 from `make_offsets`.
+        `loop(size, addresses, likes, keys, moment_keys, position, offsets, coefficients)`. Seven
+        tensors, flat and contiguous, are given by their `addresses`, and by an array of the same
+        dtype in `likes` (None where there is no such tensor): parameter, gradient, rest of the
+        parameter, two moments, and the scales of both, as int32. `size` is the number of elements
+        of the first. `keys` and `moment_keys` are uint32 `[rows]` from `rounding_keys`, or None;
+        `position` is (step, length of a row, its first column's index); `offsets` int32 from
+        `make_offsets`.
 
     Examples:
         >>> loop = rule_loop(lambda p, g, c: p - c[0] * g, 0)
         >>> p, none = np.array([3.0], np.float32), (None,) * 5
-        >>> addresses, numbers = (p.ctypes.data, p.ctypes.data, 0, 0, 0, 0, 0), (np.float32(0.5),)
+        >>> addresses, c = (p.ctypes.data, p.ctypes.data, 0, 0, 0, 0, 0), (np.float32(0.5),)
         >>> offsets = np.empty(0, np.int32)
-        >>> loop(1, addresses, (p, p, *none), None, None, (1, 1, 0), offsets, numbers)
+        >>> loop(1, addresses, (p, p, *none), None, None, (1, 1, 0), offsets, c)
         >>> p
         array([1.5], dtype=float32)
     """
@@ -311,7 +312,7 @@ def rule_loop(rule: Callable[..., Any], moments: int) -> Callable[..., None]:
     def go_through(  # noqa: PLR0917 (all that a step reads and writes)
         p: Any, g: Any, rest: Any, m: Any, v: Any, m_scales: Any, v_scales: Any, keys: Any,
         moment_keys: Any, position: Any, offsets: Any, m_scratch: Any, v_scratch: Any, m_bits: Any,
-        v_bits: Any, noise: Any, moment_noise: Any, numbers: Any,
+        v_bits: Any, noise: Any, moment_noise: Any, coefficients: Any,
     ) -> None:  # fmt: skip
         for start in range(0, p.size, BLOCK):
             p_, g_, rest_ = get_block(p, start), get_block(g, start), get_block(rest, start)
@@ -323,7 +324,7 @@ def rule_loop(rule: Callable[..., Any], moments: int) -> Callable[..., None]:
             for i in range(g_.size):
                 x = read(p_, i, 0, 0) + read(rest_, i, 0, 0)
                 y, z = read(m_, i, m_base, SIGNED), read(v_, i, v_base, UNSIGNED)
-                x, y, z = step(x, read(g_, i, 0, 0), y, z, numbers)
+                x, y, z = step(x, read(g_, i, 0, 0), y, z, coefficients)
                 write_parameter(p_, i, x, rest_, noise)
                 # Both moments share one draw, and take half of its bits each.
                 write(m_, i, y, m_scratch, upper_bits(moment_noise, i))
@@ -334,7 +335,7 @@ def rule_loop(rule: Callable[..., Any], moments: int) -> Callable[..., None]:
 
     def loop(  # noqa: PLR0917 (see above)
         size: int, addresses: Any, likes: Any, keys: Any, moment_keys: Any, position: Any,
-        offsets: Any, numbers: Any,
+        offsets: Any, coefficients: Any,
     ) -> None:  # fmt: skip
         m_scratch, v_scratch = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
         go_through(
@@ -355,7 +356,7 @@ def rule_loop(rule: Callable[..., Any], moments: int) -> Callable[..., None]:
             v_scratch.view(np.int32),
             make_noise_block(keys),
             make_noise_block(moment_keys),
-            numbers,
+            coefficients,
         )
 
     return jit(loop, divides=True, uses=(rule, get_block, fill_noise))

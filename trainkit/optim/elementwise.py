@@ -38,7 +38,7 @@ from trainkit.parallel.grad_reduction import check_dense, get_local
 from trainkit.parallel.parameters import PlacedAlike, get_local_box, redistribute_like
 from trainkit.types import check_choice
 
-Numbers = tuple[tuple[Any, ...], dict[str, Any]]
+Coefficients = tuple[tuple[Any, ...], dict[str, Any]]
 """The coefficients of a rule in a step, and the counters after it; 0-d tensors on a device."""
 
 
@@ -106,7 +106,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
     Parameters may be sharded in any way. A step can be skipped on the device (`found_inf`). Moments
     are in fp32 by default, also those of bf16 parameters.
 
-    A subclass defines, with `rule` and `numbers` pure functions:
+    A subclass defines, with `rule` and `coefficients` pure functions:
 
     Attributes:
         moments: The names of its moments, at most two; a second moment's ends as "exp_avg_sq".
@@ -114,10 +114,10 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             precision.
         counts: The names of its counters. "step" is added where stochastic rounding needs it.
         options: Its own options with their defaults.
-        rule: `rule(p, g, *moments, numbers) -> (p, *moments)`, arithmetic with `root`, `sign`,
+        rule: `rule(p, g, *moments, coefficients) -> (p, *moments)`, arithmetic with `root`, `sign`,
             `where` and `decayed`. A literal would promote its operands to 64 bits, so constants
-            come from `numbers`.
-        numbers: `numbers(group, counts)`, the coefficients of the rule in a step.
+            come from `coefficients`.
+        coefficients: `coefficients(group, counts)`, those of the rule in a step.
     """
 
     moments: ClassVar[tuple[str, ...]] = ()
@@ -188,7 +188,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         cls.parts_of_state = ("rest", *(*cls.moments, *none)[:2], *(*scales, *none)[:2])
 
     @staticmethod
-    def numbers(
+    def coefficients(
         group: Mapping[str, Any], counts: Mapping[str, Any]
     ) -> tuple[Any, Mapping[str, Any]]:
         """Return the coefficients of the rule in this step, a tuple, and the counters after it."""
@@ -207,11 +207,11 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             check_dense(group["params"], [group])
             counts = self.list_counts(group)
-            numbers = _cache_numbers(self, group, counts)
+            get_coefficients = _cache_coefficients(self, group, counts)
             names = group.get("param_names") or [""] * len(group["params"])
             for name, p in zip(names, group["params"], strict=True):
                 if p.grad is not None:
-                    self._step_one(p, group, name, counts, numbers, found_inf)
+                    self._step_one(p, group, name, counts, get_coefficients, found_inf)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -243,7 +243,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         group: Mapping[str, Any],
         name: str,
         counts: tuple[str, ...],
-        numbers: Callable[..., Any],
+        get_coefficients: Callable[..., Any],
         found_inf: Tensor | None,
     ) -> None:
         state = self.state[p]
@@ -256,7 +256,9 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             found_inf = None
         # Reading a counter on a device would be a host sync; there coefficients are fp64 tensors.
         counters = [float(state[x]) if on_host else state[x].double() for x in counts]
-        coefficients, in_fp32, in_fp64, new_counts, step = numbers(counters, on_host=on_host)
+        coefficients, in_fp32, in_fp64, new_counts, step = get_coefficients(
+            counters, on_host=on_host
+        )
         for x, count in new_counts.items():
             if on_host:
                 state[x].fill_(count)
@@ -303,7 +305,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         self,
         shards: Sequence[Tensor | None],
         dtypes: _Dtypes,
-        numbers: tuple[Any, ...],
+        coefficients: tuple[Any, ...],
         keys: Rows | None,
         rows: Rows | None,
         step: Any,
@@ -319,7 +321,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             rows.moments_array if rows is not None and dtypes.has_bf16_moments else None,
             (0, 1, 0) if rows is None else (int(step), rows.columns, rows.first),
             make_offsets(step).numpy() if dtypes.has_scales else _INT32,
-            numbers,
+            coefficients,
         )
         for x, y in zip(shards, flat, strict=True):
             if x is not None and y is not None and x is not y and x is not shards[1]:
@@ -328,7 +330,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
     def _step_tensors(  # noqa: PLR0917 (all that a step reads and writes)
         self,
         shards: Sequence[Tensor | None],
-        numbers: tuple[Any, ...],
+        coefficients: tuple[Any, ...],
         keys: Rows | None,
         rows: Rows | None,
         step: Any,
@@ -341,7 +343,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         if "rest" in flat:
             p = p + flat["rest"]
         moments = [read_moment(x, flat, dtype) for x in self.moments]
-        stepped = self.rule(p, flat.pop("grad").to(dtype), *moments, numbers)
+        stepped = self.rule(p, flat.pop("grad").to(dtype), *moments, coefficients)
         p, *moments = stepped if self.moments else (stepped,)
         results = {"": p if keys is None else keys.round(p, keys.own, step)}
         if "rest" in flat:
@@ -399,7 +401,7 @@ def _describe_dtypes(*dtypes: torch.dtype | None) -> _Dtypes:
     )
 
 
-def _cache_numbers(
+def _cache_coefficients(
     optimizer: ElementwiseOptimizer, group: Mapping[str, Any], names: Sequence[str]
 ) -> Callable[..., Any]:
     """Return a function from counters to the coefficients of a step, cached by the counters.
@@ -409,11 +411,13 @@ def _cache_numbers(
     """
     cache: dict[Any, Any] = {}
 
-    def numbers(counts: list[Any], *, on_host: bool) -> Any:
+    def get_coefficients(counts: list[Any], *, on_host: bool) -> Any:
         key = tuple(counts) if on_host else None
         if key is not None and key in cache:
             return cache[key]
-        coefficients, new_counts = optimizer.numbers(group, dict(zip(names, counts, strict=True)))
+        coefficients, new_counts = optimizer.coefficients(
+            group, dict(zip(names, counts, strict=True))
+        )
         in_fp32 = tuple(map(np.float32, coefficients)) if on_host else ()
         in_fp64 = tuple(map(np.float64, coefficients)) if on_host else ()
         result = (coefficients, in_fp32, in_fp64, new_counts, new_counts.get("step", 0))
@@ -421,4 +425,4 @@ def _cache_numbers(
             cache[key] = result
         return result
 
-    return numbers
+    return get_coefficients

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from trainkit.optim.elementwise import ElementwiseOptimizer, Numbers, decayed, root, sign
+from trainkit.optim.elementwise import Coefficients, ElementwiseOptimizer, decayed, root, sign
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -28,6 +28,8 @@ def _one_more(counts: Mapping[str, Any]) -> dict[str, Any]:
 
 def adamw_rule(p: Any, g: Any, m: Any, v: Any, c: Any) -> Any:
     """Return the parameter and both moments after a step."""
+    # `scale` = 1 / (1 - beta1^t) and `scale_sq` = (1 - beta2^t)^-0.5 correct the bias. Constants
+    # come in c: a literal such as 1.0 would make numba compute in 64 bits.
     lr, decay, against, new, new_sq, scale, scale_sq, eps = c
     m = m + (g - m) * new
     v = v + (g * g - v) * new_sq
@@ -53,7 +55,7 @@ class LowPrecisionAdamW(ElementwiseOptimizer):
     options: ClassVar = {"betas": (0.9, 0.95), "eps": 1e-8}
 
     @staticmethod
-    def numbers(group: Mapping[str, Any], counts: Mapping[str, Any]) -> Numbers:
+    def coefficients(group: Mapping[str, Any], counts: Mapping[str, Any]) -> Coefficients:
         """Return the rule's coefficients and the new counters."""
         step, (first, second) = counts["step"] + 1, group["betas"]
         rates = (1 - first, 1 - second, 1 / (1 - first**step), (1 - second**step) ** -0.5)
@@ -91,7 +93,7 @@ class Lion(ElementwiseOptimizer):
     options: ClassVar = {"betas": (0.9, 0.99)}
 
     @staticmethod
-    def numbers(group: Mapping[str, Any], counts: Mapping[str, Any]) -> Numbers:
+    def coefficients(group: Mapping[str, Any], counts: Mapping[str, Any]) -> Coefficients:
         """Return the rule's coefficients and the new counters."""
         first, second = group["betas"]
         return (*_decays(group), 1 - first, 1 - second), _one_more(counts)
@@ -123,7 +125,7 @@ class SignSGD(ElementwiseOptimizer):
     counts = ()
 
     @staticmethod
-    def numbers(group: Mapping[str, Any], counts: Mapping[str, Any]) -> Numbers:
+    def coefficients(group: Mapping[str, Any], counts: Mapping[str, Any]) -> Coefficients:
         """Return the rule's coefficients and the new counters."""
         return _decays(group), _one_more(counts)
 
@@ -154,7 +156,7 @@ class Momentum(ElementwiseOptimizer):
     options: ClassVar = {"momentum": 0.9}
 
     @staticmethod
-    def numbers(group: Mapping[str, Any], counts: Mapping[str, Any]) -> Numbers:
+    def coefficients(group: Mapping[str, Any], counts: Mapping[str, Any]) -> Coefficients:
         """Return the rule's coefficients and the new counters."""
         return (*_decays(group), group["momentum"]), _one_more(counts)
 
@@ -210,7 +212,7 @@ class ScheduleFree(ElementwiseOptimizer):
             raise ValueError("ScheduleFree: parameters must be in fp32, got lower precision")
 
     @staticmethod
-    def numbers(group: Mapping[str, Any], counts: Mapping[str, Any]) -> Numbers:
+    def coefficients(group: Mapping[str, Any], counts: Mapping[str, Any]) -> Coefficients:
         """Return the rule's coefficients and the new counters: step, largest lr, sum of weights."""
         step, (beta, second) = counts["step"] + 1, group["betas"]
         rate = counts["rate"]  # a tensor on a device

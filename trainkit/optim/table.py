@@ -54,6 +54,7 @@ class OptimizerRow:
     def parameters(self) -> dict[str, Any]:
         """The keyword parameters of `make` and their defaults."""
         parameters = dict(inspect.signature(self.make).parameters)
+        # `**options` of an elementwise optimizer: those of all, and those that its class declares.
         if "options" in parameters:
             parameters = {**inspect.signature(ElementwiseOptimizer).parameters, **parameters}
         defaults = {
@@ -178,6 +179,7 @@ def make_optimizer(
     names = (optimizer, *(group.get("optimizer", optimizer) for group in groups.values()))
     parts = _list_hidden_parts(stages, axis) if any(_get_row(name).rest for name in names) else {}
     optimizers = list[torch.optim.Optimizer]()
+    # The last part of the split has the parameters that match no pattern.
     settings: list[Mapping[str, Any]] = [*groups.values(), MappingProxyType({})]
     for named, group in zip(split, settings, strict=True):
         _check_group(group)
@@ -286,6 +288,7 @@ def check_options(
         Traceback (most recent call last):
         trainkit.types.ConfigError: there is no optimizer 'lino'; there are adamw, lion, ...
     """
+    # Each group is tried as `.*` on a model of one parameter: real names are not known here.
     probe = [nn.Linear(1, 1, bias=False)]
     make_optimizer(probe, **options)
     for group in groups.values():
@@ -314,6 +317,7 @@ def _make_optimizers(
         groups = []
         for parts, names in hidden.items():
             matrices = [(name, named[name]) for name in names if name in named]
+            # The second group, without decay, is for vectors, and empty.
             group, _ = make_decay_groups(matrices, weight_decay=weight_decay)
             groups.append(group | {"parts": parts})
         stepped = {name for group in groups for name in group["param_names"]}
@@ -361,6 +365,7 @@ def _check_values(optimizer: str, options: Mapping[str, Any]) -> None:
                 want=supported,
             )
         default = defaults[name]
+        # Users write 1 for 1.0, so numbers are of one type.
         expected_type = (int, float) if type(default) in (int, float) else type(default)
         if not isinstance(value, expected_type):
             raise ConfigError(

@@ -183,7 +183,8 @@ def _make_rule(
     check_whole("pack_bins", "multiple_of", multiple_of, least=1, most=MOST_TOKENS)
     if max_documents is not None:
         check_whole("pack_bins", "max_documents", max_documents, least=1)
-    capacity, multiple_of = int(capacity), int(multiple_of)
+    capacity = int(capacity)
+    multiple_of = int(multiple_of)
     below = capacity // multiple_of * multiple_of
     if below != capacity:
         nearest = [n for n in (below, below + multiple_of) if 1 <= n <= MOST_TOKENS]

@@ -285,7 +285,9 @@ def compute_extent(values: Any) -> Any:
     """Return the smallest value, the largest value and the sum; (1, 0, 0) for no values."""
     if values.size == 0:
         return 1, 0, 0
-    smallest, largest, total = values[0], values[0], 0
+    smallest = values[0]
+    largest = values[0]
+    total = 0
     for index in range(values.size):
         value = values[index]
         smallest = min(smallest, value)
@@ -314,7 +316,9 @@ def _next_fit(lengths: Any, capacity: int, limit: int, bin_of: Any) -> Any:
     """Write the bins; return the shortest and the longest length, which cost no time here."""
     # No branches: a bin ends at every third or fourth piece, which cannot be predicted (a million
     # pieces in 1.5 ms instead of 2.6). `opens` is -1, all bits set, or 0.
-    current, space, room = -1, 0, limit
+    current = -1
+    space = 0
+    room = limit
     shortest, longest = 1, 0
     for piece in range(lengths.size):
         length = lengths[piece]
@@ -450,7 +454,9 @@ def _first_fit(  # noqa: PLR0917 (an array is a parameter)
     num_bins = 0
     for key in range(ends.size - 1, 0, -1):
         # The pieces of this length are [place, end) in sorted order.
-        length, place, end = sizes[key], ends[key - 1], ends[key]
+        length = sizes[key]
+        place = ends[key - 1]
+        end = ends[key]
         while place < end:
             if tree[1] >= length:
                 node = 1
@@ -460,7 +466,8 @@ def _first_fit(  # noqa: PLR0917 (an array is a parameter)
                         node += 1
             else:
                 node = leaves + num_bins
-                tree[node], room[num_bins] = capacity, limit
+                tree[node] = capacity
+                room[num_bins] = limit
                 num_bins += 1
             bin_ = node - leaves
             taken = _count_fitting(length, tree[node], room[bin_], end - place)

@@ -82,7 +82,8 @@ def write_pieces(  # noqa: PLR0917 (an array is a parameter)
                 start += capacity
                 piece += 1
             if start >= end:
-                document, start = document + 1, 0
+                document += 1
+                start = 0
     return document, start
 
 
@@ -154,7 +155,8 @@ def sort_into_shelves(  # noqa: PLR0917 (an array is a parameter)
     for piece in range(bin_of.size):
         end = _get_end(lengths[document], capacity, max_tokens)
         while start >= end:
-            document, start = document + 1, 0
+            document += 1
+            start = 0
             end = _get_end(lengths[document], capacity, max_tokens)
         shelf = bin_of[piece] >> SHELF_BITS
         place = places[shelf]
@@ -198,7 +200,8 @@ def sort_shelves(  # noqa: PLR0917 (an array is a parameter)
         shelf_ends = ends[shelf * SHELF : (shelf + 1) * SHELF]
         shelf_ends[:], tokens[:] = 0, 0
         for entry in range(first, places[shelf]):
-            length, bin_ = entries[entry, 1], entries[entry, 2]
+            length = entries[entry, 1]
+            bin_ = entries[entry, 2]
             if multiple_of > 1:
                 length = (length + multiple_of - 1) // multiple_of * multiple_of
             shelf_ends[bin_] += 1

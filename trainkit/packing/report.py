@@ -43,6 +43,7 @@ def report_packing(bins: Bins, lengths: ArrayLike | None = None) -> dict[str, in
         >>> report["empty_documents"], report["truncated_documents"], report["dropped_tokens"]
         (1, 1, 3)
     """
+    # Alignment padding is inside of pieces, row padding after the last of a row.
     aligned = int(align(bins.lengths, bins.multiple_of).sum())
     tokens = int(bins.lengths.sum())
     size = len(bins) * bins.capacity

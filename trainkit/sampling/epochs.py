@@ -48,6 +48,7 @@ def shuffle_epochs(num_rows: int, *, rows_per_step: int, seed: int) -> RowsAt:
 
     def rows_at(batch: int) -> IntArray:
         check_batch(batch)
+        # A batch may end one epoch and begin the next: the draws are one endless stream.
         return draw_rows(batch * rows_per_step, rows_per_step, num_rows, seed, "epoch")
 
     return rows_at

@@ -35,6 +35,7 @@ def integers(where: str, name: str, values: ArrayLike) -> np.ndarray[Any, np.dty
         raise ValueError(
             f"{where}: {name} must be one list of integers, not a ragged one"
         ) from None
+    # An empty list is float64 to numpy, and no error.
     if array.size and array.dtype.kind not in "iu":
         raise ValueError(f"{where}: {name} must be integers, got {array.dtype} {array.shape}")
     if array.size and array.dtype == np.uint64 and array.max() >> 63:

@@ -162,14 +162,14 @@ def anneal_phases(
     anneal_weights: Sequence[float] = (),
     anneal_lr: float = 1.0,
 ) -> tuple[MixturePhase, ...]:
-    """Return the phases of a mixture: from the start, and from the step on that it is annealed.
+    """Return the phases of a mixture: one from the start, and one for annealing if it has a step.
 
     Args:
-        num_rows: Rows of each corpus; what it is drawn by where there are no weights.
-        weights: Of each corpus, in their order.
-        anneal_step: The global batch with which the last phase begins; 0 for no such phase.
-        anneal_weights: Those of the last phase; by default as before.
-        anneal_lr: What the learning rate is multiplied by in the last phase.
+        num_rows: Rows of each corpus by name.
+        weights: The weight of each corpus, in the order of `num_rows`; by default its rows.
+        anneal_step: The global batch at which the annealing phase starts; 0 for none.
+        anneal_weights: The weights in the annealing phase; by default those before it.
+        anneal_lr: The factor of the learning rate in the annealing phase.
 
     Raises:
         ConfigError: There are not as many weights as corpora, or annealing without a step.
@@ -194,6 +194,7 @@ def anneal_phases(
             "anneal_phases: anneal_weights and anneal_lr do nothing without anneal_step",
             where="anneal_step",
         )
+    # Without weights a corpus is drawn in proportion to its rows.
     first = MixturePhase(0, dict(zip(num_rows, weights, strict=False)) or num_rows)
     if not anneal_step:
         return make_mixture_phases(first)
@@ -278,6 +279,8 @@ def sample_mixture(
         source_of = order[(position + np.arange(rows_per_step)) % order.size]
         rows = np.empty(rows_per_step, np.int64)
         for source, (name, count) in enumerate(num_rows.items()):
+            # Rows of one source are consecutive draws of its stream of epochs, wherever they
+            # stand in the batch.
             columns = np.flatnonzero(source_of == source)
             if columns.size:
                 row = draw_rows(int(draws[source]), columns.size, count, seed, "mixture", name)
@@ -342,6 +345,7 @@ def _raise_weights(weights: Sequence[float], temperature: float) -> tuple[float,
         raise ValueError(f"mixture_weights: temperature must be above 0, got {temperature}")
     if temperature == 1:
         return tuple(float(weight) for weight in weights)
+    # The quotients are at most 1: 1e300 to the power of 10 would overflow.
     largest = max(weights)
     return tuple((weight / largest) ** (1 / temperature) if weight else 0.0 for weight in weights)
 
@@ -406,7 +410,8 @@ def _find_position(order: Any, quotas: Any, lag: Any) -> Any:
                 distance = max(distance, abs(period_lag[source] - lag[source]))
         # Of positions that are equal but for rounding, the first one on any machine.
         if distance < smallest - 1e-9:
-            best, smallest = row, distance
+            best = row
+            smallest = distance
         for source in range(quotas.size):
             period_lag[source] += quotas[source] / order.size
         period_lag[order[row]] -= 1

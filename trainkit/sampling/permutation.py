@@ -96,6 +96,7 @@ def _permute(index: Any, count: Any, key: Any, half: int) -> Any:
     half_ = np.uint64(half)
     side = 1 << half
     mask = np.uint64(side - 1)
+    # With fewer indices than the table has entries, filling it would take longer than it saves.
     table = np.empty((ROUNDS, side if index.size >= side else 0), np.uint32)
     for number in range(ROUNDS):
         for right in range(table.shape[1]):
@@ -116,9 +117,12 @@ def _permute(index: Any, count: Any, key: Any, half: int) -> Any:
             _apply_rounds(values[:size], keys, half_, mask)
         num_outside = 0
         for i in range(size):
-            value, target = values[i], targets[i]
+            value = values[i]
+            target = targets[i]
             out[target] = value  # overwritten until the value is inside
-            values[num_outside], targets[num_outside] = value, target
+            values[num_outside] = value
+            targets[num_outside] = target
+            # No branch: an element that is inside is overwritten by the next one.
             num_outside += value >= count
         size = num_outside
     return out
@@ -127,7 +131,8 @@ def _permute(index: Any, count: Any, key: Any, half: int) -> Any:
 @jit
 def _apply_rounds(values: Any, keys: Any, half: Any, mask: Any) -> None:
     for i in range(values.size):
-        left, right = values[i] >> half, values[i] & mask
+        left = values[i] >> half
+        right = values[i] & mask
         for number in range(ROUNDS):
             left, right = right, left ^ (mix_bits(keys[number] + right) & mask)
         values[i] = (left << half) | right
@@ -136,7 +141,8 @@ def _apply_rounds(values: Any, keys: Any, half: Any, mask: Any) -> None:
 @jit
 def _apply_rounds_by_table(values: Any, table: Any, half: Any, mask: Any) -> None:
     for i in range(values.size):
-        left, right = values[i] >> half, values[i] & mask
+        left = values[i] >> half
+        right = values[i] & mask
         for number in range(ROUNDS):
             left, right = right, left ^ table[number, right]
         values[i] = (left << half) | right

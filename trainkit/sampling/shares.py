@@ -122,7 +122,10 @@ def _swap_rows(table: Any, totals: Any, costs: Any, width: int) -> None:
         # In integers: the largest total is at most 0.1 % above the mean.
         if (totals[high] * num_ranks - totals.sum()) * 1000 <= totals.sum():
             return
-        gain, other, i_best, j_best = 0, 0, 0, 0
+        gain = 0
+        other = 0
+        i_best = 0
+        j_best = 0
         for low in range(num_ranks):
             gap = totals[high] - totals[low]
             for i in range(size):
@@ -134,7 +137,10 @@ def _swap_rows(table: Any, totals: Any, costs: Any, width: int) -> None:
                         # falls by min(less, gap - less), which is best at half the gap.
                         less = costs[table[high, i]] - costs[table[low, j]]
                         if min(less, gap - less) > gain:
-                            gain, other, i_best, j_best = min(less, gap - less), low, i, j
+                            gain = min(less, gap - less)
+                            other = low
+                            i_best = i
+                            j_best = j
         if gain == 0:
             return
         less = costs[table[high, i_best]] - costs[table[other, j_best]]
