@@ -134,6 +134,11 @@ class _Policy:
         return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def _make_contexts(groups: Mapping[Any, str], keeps: Keeps) -> Any:
+    # A new policy for each call: it counts the operators of one forward pass.
+    return create_selective_checkpoint_contexts(_Policy(groups, keeps))
+
+
 def recompute(
     mode: str = "full", *, blocks: str = "layers.*", preserve_rng_state: bool = True
 ) -> Transform:
@@ -210,10 +215,8 @@ def _recompute(
         # From torch 2.14 on saved results would go through the hooks of `offload_activations`.
         options: dict[str, Any] = dict.fromkeys(_OF_HOOKS, False)
         if saved.every:
-            # A new policy for each call: it counts the operators of one forward pass.
-            options["context_fn"] = lambda: create_selective_checkpoint_contexts(
-                _Policy(groups, keeps)
-            )
+            # torch.compile takes a partial here, but no nested function.
+            options["context_fn"] = partial(_make_contexts, groups, keeps)
         return checkpoint(
             forward,
             self,
