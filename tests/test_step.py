@@ -433,8 +433,11 @@ def test_one_batch_in_place_of_a_sequence_is_refused():
 
 
 def own_backward_after_a_step():
-    """Say whether a backward pass of one's own still reduces after forward_backward has failed."""
+    """Return the reduction flags of each FSDP group after forward_backward has failed."""
+    from torch.distributed.fsdp import FSDPModule
     from whole_step import Layout, build
+
+    from trainkit.parallel.grad_reduction import fsdp_groups
 
     with tk.parallel_session() as ps:
         stages, _ = build(Layout(), ps)
@@ -445,16 +448,9 @@ def own_backward_after_a_step():
 
         with pytest.raises(RuntimeError, match="a bad sample"):
             tk.forward_backward(stages[0], [batch] * 2, fails, denominator=torch.tensor(1))
-        groups = [g for m in stages[0].modules() for g in _param_groups(m)]
+        sharded = [m for m in stages[0].modules() if isinstance(m, FSDPModule)]
+        groups = [group for module in sharded for group in fsdp_groups(module)]
         return [(g.reduce_grads, g.all_reduce_grads) for g in groups]
-
-
-def _param_groups(module):
-    from torch.distributed.fsdp import FSDPModule
-
-    from trainkit.parallel.grad_reduction import fsdp_groups
-
-    return fsdp_groups(module) if isinstance(module, FSDPModule) else []
 
 
 def test_the_reduction_of_a_module_is_switched_back_on_whatever_happens():

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.noise import make_key, round_bf16_stochastic
-from trainkit.noise.counters import mix_bits_tensor, to_int64
+from trainkit.noise import make_key, mix_bits_tensor, round_bf16_stochastic, to_int64
 from trainkit.types import Axis, TrainkitError, format_error
 
 

@@ -151,6 +151,7 @@ def _find_mesh_dims(grad: Any) -> tuple[Any, tuple[int, ...]] | None:
     """Return the mesh of a DTensor and the mesh dimensions that it is sharded over."""
     if not hasattr(grad, "placements"):
         return None
+    # Replicas hold the same gradient, which counts once; a dimension of one rank needs no sum.
     dims = tuple(
         dim
         for dim, placement in enumerate(grad.placements)
@@ -368,6 +369,8 @@ def _clip_grads_(
     norms = _compute_norms([members for members, _ in parts], axis, norm_type, groups=groups)
     norms = norms if scale is None else norms / scale
     norm = norms.view(()) if len(parts) == 1 else torch.linalg.vector_norm(norms, norm_type)
+    # On a CPU the norm can be read for free; elsewhere everything below stays on the device, and
+    # the factor of a refused step is 1.
     is_on_host = can_read_values(norm) and scale is None
     refused = _is_nonfinite(norm)
     if is_on_host and refused:
@@ -415,6 +418,7 @@ def _split_by_max_norm(
     if not limited:
         return [(list(params), max_norm)]
     remaining = dict.fromkeys(params)
+    # A group may have parameters that are not in `params`, of another model for instance.
     separate = [
         ([p for p in group["params"] if p in remaining], group["max_norm"]) for group in limited
     ]

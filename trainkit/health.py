@@ -350,6 +350,7 @@ def judge_step(
     # Loops that apply every step may leave `skipped` out of the record.
     skipped = bool(record.get("skipped", status.kind in ("bad", "empty") or is_skipped_spike))
     status = _reconcile(status, policy, skipped=skipped)
+    # With a finite loss it was the loss scale that made the gradient overflow; a scale of 1 cannot.
     if skipped and record.get("overflowed") and record["loss_scale"] > 1:
         status = StepStatus("overflow") if math.isfinite(loss) else status
     if status.kind == "bad" and damage is not None:

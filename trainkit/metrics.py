@@ -237,6 +237,7 @@ def advance(
         >>> state.step, state.cursor.batch, metrics["tokens_total"]
         (1, 1, tensor(0))
     """
+    # The hash of a batch is a sum over its tokens, so that it adds up over ranks in any layout.
     local = torch.stack([batch_hash(batch.microbatches), count_tokens(batch.microbatches)])
     total_hash, processed = all_sum(local, axis).unbind()
     tokens: Any = state.tokens + metrics["tokens"]
@@ -292,6 +293,7 @@ def make_step_records(
         >>> second["loss_hex"], first["seconds"] == second["seconds"]
         ('0x1.0000000000000p-2', True)
     """
+    # All steps in one transfer, so their metrics need names of their own.
     named = {f"{i} {name}": x for i, step in enumerate(steps) for name, x in step.items()}
     numbers = to_host(named)
     seconds = (time.perf_counter() - begin) / max(len(steps), 1)

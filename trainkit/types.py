@@ -309,10 +309,10 @@ def _degree(default: int = 1) -> Any:
 # The names of degrees are written only here; other code reads `degrees` and `axes`.
 @attrs.frozen(kw_only=True)
 class Layout:
-    """The parallel layout of a run, which never changes what is computed.
+    """The parallel layout of a run, which never changes the result.
 
     The degrees stand first, outermost first: world = pp x dp_replicate x dp_shard x ring x ulysses
-    x tp, and ep is a factor of what parameters are sharded over.
+    x tp. ep is a factor of the ranks that parameters are sharded over.
 
     Examples:
         >>> Layout(tp=2).degrees
@@ -364,8 +364,8 @@ class Layout:
     """Gather a block's parameters again for backward; zero-bubble schedules need it off."""
 
     reshard_over: int = attrs.field(default=0, validator=non_negative)
-    """After forward each so many neighbouring ranks, those of a node say, keep a block's parameters
-    between them, and gather from near for backward; 0 for all that shard it."""
+    """After forward, keep a block's parameters sharded over this many neighboring ranks, such as
+    those of a node, so that backward gathers inside the node; 0 for all ranks that shard it."""
 
     prefetch: int = attrs.field(default=0, validator=non_negative)
     """Blocks to gather ahead of the one that computes, in forward and in backward; 0 leaves it to
@@ -421,8 +421,8 @@ class Layout:
         """Return the layout for a world size, with dp_shard = -1 filled in.
 
         Raises:
-            ConfigError: The degrees do not multiply to the world, or `ep` does not divide what
-                parameters are sharded over.
+            ConfigError: The degrees do not multiply to the world, or `ep` does not divide the ranks
+                that parameters are sharded over.
 
         Examples:
             >>> Layout(dp_replicate=2).over(8).dp_shard
@@ -469,8 +469,8 @@ class Precision:
     storage: Literal["fp32", "bf16"] = attrs.field(
         default="fp32", validator=one_of("fp32", "bf16"), metadata={"on_resume": "refuse"}
     )
-    """The dtype of parameters; in bf16 the optimizer rounds them stochastically, or as
-    --optimizer-options rounding=kahan says."""
+    """The dtype of parameters; in bf16 the optimizer rounds them stochastically, or with
+    --optimizer-options rounding=kahan by Kahan summation."""
 
     compute: Literal["auto", "fp32", "bf16", "fp16"] = attrs.field(default="auto")
     """The dtype of computation; auto is bf16 on a GPU and fp32 on a CPU; fp16 scales the loss."""
@@ -698,7 +698,7 @@ class ParallelState:
 
 @attrs.frozen(eq=False)
 class Stages(Sequence["nn.Module"]):
-    """This rank's part of a model and the axes it is spread over: what `build_stages` returns.
+    """This rank's part of a model, and the axes it is sharded over: the result of `build_stages`.
 
     A sequence of modules, one for each pipeline stage of this rank. Functions that take a `Stages`
     read the axes that they communicate over from it; all of them take a plain module as well.

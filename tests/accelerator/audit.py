@@ -69,7 +69,7 @@ def session(rank, layout):
         return
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     alike = mock.patch.object(stage_forward, "all_gather_objects", lambda x, axis: [x] * axis.count)
-    unheard = mock.patch("trainkit.mesh.session.first_words")  # nobody would answer
+    unheard = mock.patch("trainkit.mesh.session.check_groups")  # nobody would answer
     # A fake all-reduce sums nothing, so that the order of this rank seems to be no other rank's.
     unordered = mock.patch.object(grad_reduction._Order, "_raise_difference")
     try:

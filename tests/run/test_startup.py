@@ -285,10 +285,10 @@ def unanswered():
     with tk.parallel_session() as ps:
         if ps.world.index == 1:
             time.sleep(1)
-            rendezvous.first_words([ps.world.group], ps.device, seconds=30)  # 0 has given it up
+            rendezvous.check_groups([ps.world.group], ps.device, seconds=30)  # 0 has given it up
             return "slept"
         try:
-            rendezvous.first_words([ps.world.group], ps.device, seconds=0.3)
+            rendezvous.check_groups([ps.world.group], ps.device, seconds=0.3)
         except PeerError as error:
             return str(error)
     return "answered"
@@ -331,15 +331,15 @@ def test_a_group_is_tried_on_every_device_that_it_will_serve(monkeypatch):
         return 2.0
 
     monkeypatch.setattr(rendezvous, "_sum_ones", answer)
-    rendezvous.first_words([both], cpu, seconds=5)
+    rendezvous.check_groups([both], cpu, seconds=5)
     assert tried == [(both, cpu)]
     with pytest.raises(PeerError, match=r"over nccl: NCCL error in: socket\.cc") as caught:
-        rendezvous.first_words([both], torch.device("cuda", 1), seconds=5)
+        rendezvous.check_groups([both], torch.device("cuda", 1), seconds=5)
     assert tried[1:] == [(both, cpu), (both, torch.device("cuda", 1))]
     assert "NCCL_SOCKET_IFNAME" in caught.value.hint
     monkeypatch.setattr(rendezvous, "_sum_ones", lambda *_: 3.0)
     with pytest.raises(PeerError, match="their sum of ones is 3"):
-        rendezvous.first_words([both], cpu, seconds=5)
+        rendezvous.check_groups([both], cpu, seconds=5)
 
 
 @pytest.mark.usefixtures("stand_ins")

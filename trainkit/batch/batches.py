@@ -168,7 +168,7 @@ def batch_from_rows(
                 f"batch_from_rows: {name} must be {dtype} {list(input_ids.shape)} of two "
                 f"dimensions, got {x.dtype} {list(x.shape)}"
             )
-    # Where padding begins or ends, so does a span, whatever `starts` or positions say.
+    # Where padding begins or ends, so does a span, whatever `starts` or positions hold.
     is_start = torch.ones_like(padding)
     is_start[:, 1:] = padding[:, 1:] != padding[:, :-1]
     if starts is not None:

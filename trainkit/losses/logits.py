@@ -266,7 +266,7 @@ def check_values(function: str, labels: Tensor, *, words: int) -> None:
             )
 
 
-# What makes the columns that losses read, for messages.
+# How a batch gets the columns that losses read, for messages.
 _COLUMN_HINTS = {
     "labels": "collate_bins makes them, and shift_labels those of your own rows",
     "document_ids": "collate_bins and batch_from_rows make them: the document of each token in its "
@@ -301,7 +301,7 @@ def read_field(where: str, batch: Mapping[str, Any], name: str) -> Tensor:
     """Return a tensor of a batch.
 
     Raises:
-        ValueError: The batch has none of that name; the message says what makes one.
+        ValueError: The batch has none of that name; the message names a function that makes one.
 
     Examples:
         >>> read_field("mine", {"input_ids": 0}, "labels")

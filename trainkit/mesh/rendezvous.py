@@ -111,7 +111,7 @@ def open_world(
         clear_registrations(store[0])
 
 
-def first_words(
+def check_groups(
     groups: Iterable[dist.ProcessGroup], device: torch.device, *, seconds: float
 ) -> None:
     """All-reduce once in every group and on every device, and report groups that do not work.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from trainkit.collectives import any_rank
 from trainkit.mesh import axes
 from trainkit.mesh.launch import Launch, check_torch_version, read_launch
-from trainkit.mesh.rendezvous import first_words, open_world
+from trainkit.mesh.rendezvous import check_groups, open_world
 from trainkit.types import ConfigError, Layout, ParallelState
 
 
@@ -124,7 +124,7 @@ def parallel_session(
     try:
         groups = axes.make_groups(partitions, launch.rank, timeout)
         state = axes.make_state(layout, partitions, groups, rank=launch.rank, device=device)
-        first_words(groups.values(), device, seconds=start_timeout.total_seconds())
+        check_groups(groups.values(), device, seconds=start_timeout.total_seconds())
         any_rank(False, state.world)  # no rank leaves before all have connected
         yield state
     except BaseException:

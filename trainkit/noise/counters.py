@@ -235,7 +235,7 @@ def dropout(
 
     Raises:
         ValueError: `p` is not in [0, 1), the shapes do not fit, or `x` holds a part of the features
-            and does not say which.
+            and `offset` is not given.
 
     Examples:
         >>> x, keys = torch.ones(1, 2, 8), make_token_keys(torch.tensor([[0, 1]]), seed=0, step=0)

@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.collectives import all_gather_objects, reduce_scatter_bf16
-from trainkit.noise import make_key
-from trainkit.noise.counters import to_int64
+from trainkit.noise import make_key, to_int64
 from trainkit.parallel.notes import Note
 from trainkit.types import Axis, ConfigError, ParallelState, Share
 

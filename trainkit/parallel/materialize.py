@@ -234,9 +234,9 @@ def check_fit(model: nn.Module, weights: Weights) -> None:
     """
     shapes = {name: tuple(x.shape) for name, x in _get_named_tensors(model).items()}
     shapes |= {  # a quantized matrix is made from the full one
-        canonical_name(f"{path}.{key}" if path else key): packing.shape
+        canonical_name(f"{path}.{key}" if path else key): quantization.shape
         for path, part in model.named_modules()
-        for key, packing in vars(part).get("packings", {}).items()
+        for key, quantization in vars(part).get("quantizations", {}).items()
     }
     problems = [
         f"{name!r} of shape {shape}, where the model's has {shapes[name]}"

@@ -321,6 +321,7 @@ def _list_fields(config_type: type[Any]) -> Mapping[str, _Field]:
             }
         else:
             new = {a.name: _Field((a.name,), a, types[a.name], on_resume)}
+        # Flags have no prefix of their record, so a name may be there only once.
         assert not new.keys() & fields.keys(), f"{config_type.__name__} has {a.name} twice"
         fields |= new
     return fields
@@ -393,7 +394,7 @@ def load_config(config_type: type[T], argv: Sequence[str] | None = None) -> T:
                 config_type,
                 args=argv,
                 default=default,
-                config=(tyro.conf.OmitArgPrefixes,),
+                config=(tyro.conf.OmitArgPrefixes,),  # --lr, not --optim.lr
             )
         except SystemExit as end:
             if not end.code:

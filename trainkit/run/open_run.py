@@ -183,10 +183,6 @@ def open_run(
             ) as phase,
             open_stop_vote(stop_reason, ps.world) as stopping,
         ):
-            # Read once: a recipe may be edited while it runs.
-            software = make_code_facts()
-            given = {f"config.{key}": x for key, x in (config or {}).items() if key != "out"}
-            check_ranks_agree(ps.world, given | dict(software))
             run = Run(
                 dir=folder,
                 ps=ps,
@@ -194,15 +190,20 @@ def open_run(
                 stopping=stopping,
                 timeouts=timeouts,
                 config=config,
-                logger=make_logger(ps.world.share),
-                software=software,
                 progress=progress,
             )
-            for note in describe_launch(os.environ):
-                run.log(note)
-            if numerics is not None:
-                run.log(str(numerics))
+            _check_start(run, numerics)
             yield run
+
+
+def _check_start(run: Run, numerics: Numerics | None) -> None:
+    """Check that ranks agree on configuration and code, and log how they were launched."""
+    config = {f"config.{key}": x for key, x in (run.config or {}).items() if key != "out"}
+    check_ranks_agree(run.ps.world, config | dict(run.software))
+    for note in describe_launch(os.environ):
+        run.log(note)
+    if numerics is not None:
+        run.log(str(numerics))
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -227,14 +228,15 @@ class Run:
     config: Mapping[str, Any] | None
     """The resolved configuration: plain values by name."""
 
-    logger: Logger
-    """Prints on the first rank, and warnings on all (`make_logger`)."""
-
-    software: Mapping[str, str]
-    """Versions and hashes of the code at the start (`make_code_facts`)."""
-
     progress: SaveProgress
     """How many parts of checkpoints this rank has written, for the watch."""
+
+    logger: Logger = attrs.Factory(lambda run: make_logger(run.ps.world.share), takes_self=True)
+    """Prints on the first rank, and warnings on all (`make_logger`)."""
+
+    # Read once: a recipe may be edited while it runs.
+    software: Mapping[str, str] = attrs.field(factory=make_code_facts)
+    """Versions and hashes of the code at the start (`make_code_facts`)."""
 
     facts: Facts | None = None
     """What checkpoints store, and what a resumed run has to agree with; `resume` sets it."""
@@ -294,15 +296,15 @@ class Run:
             stages: This rank's stages.
             optimizer: The optimizer of their parameters.
             request: "auto", "never", or a checkpoint; see `checkpoint.resume`.
-            config: See `gather_facts`.
-            model: See `gather_facts`.
-            tokenizer: See `gather_facts`.
-            rows: See `gather_facts`.
-            corpora: See `gather_facts`.
-            first: See `gather_facts`.
-            context: See `gather_facts`.
-            template: See `gather_facts`.
-            facts: See `gather_facts`.
+            config: The record of the run's flags; see `gather_facts` for this and the next eight.
+            model: The configuration of the model.
+            tokenizer: The tokenizer.
+            rows: The rows of the training data.
+            corpora: The corpora by name, if each is a part of a mixture.
+            first: Where the initial weights are from.
+            context: The longest text that the model is trained on.
+            template: The name of the chat template.
+            facts: Other facts by name, or a function that returns them.
             rules: Which facts may change; by default those of the fields of `config`.
 
         Effects:
@@ -320,15 +322,7 @@ class Run:
             template=template,
             facts=facts,
         )
-        of_start: dict[str, Any] = {_SOFTWARE: self.software}
-        if first is not None:
-            of_start |= hash_initial_weights(first, stages, self.ps)
-        # A function if the caller's facts are one: they may depend on the batches read so far.
-        self.facts = (
-            (lambda batches: {**gathered(batches), **of_start})
-            if callable(gathered)
-            else {**gathered, **of_start}
-        )
+        self.facts = self._add_start(gathered, first, stages)
         if rules is None and config is not None:
             rules = make_resume_rules(config, allow=_NAMES_ONLY)
         rules = rules or checkpoint.ResumeRules()
@@ -345,15 +339,25 @@ class Run:
             log=self.resume_messages.append,
         )
         self.log("\n".join(self.resume_messages) or "starting from scratch")
+        self._write_config()
+        self.flops_per_token = _count_flops_per_token(model, rows, stages)
+        return state
+
+    def _write_config(self) -> None:
         if self.ps.world.index == 0 and self.config is not None:
             with atomic_write(self.dir / "config.toml", by="open_run") as file:
                 file.write(format_toml(self.config).encode())
-        # With frozen parameters the backward pass costs less than the formula says.
-        is_trained = all(p.requires_grad for stage in stages for p in stage.parameters())
-        if rows is not None and isinstance(model, DecoderConfig) and is_trained:
-            lengths = rows.bins.lengths
-            self.flops_per_token = decoder_flops(model, lengths) / max(int(lengths.sum()), 1)
-        return state
+
+    def _add_start(
+        self, facts: Facts, first: InitialWeights | None, stages: Sequence[nn.Module]
+    ) -> Facts:
+        """Return facts with those of the start: the code and the initial weights."""
+        start: dict[str, Any] = {_SOFTWARE: self.software}
+        if first is not None:
+            start |= hash_initial_weights(first, stages, self.ps)
+        if callable(facts):
+            return lambda batches: {**facts(batches), **start}
+        return {**facts, **start}
 
     def loop(
         self,
@@ -513,25 +517,7 @@ class Loop:
                 extra=named_sinks(sinks, run.dir, config=run.config),
                 logger=run.logger,
             ) as (self._write_metrics, self._write_event),
-            checkpoint.open_guarded_saver(
-                run.dir,
-                self._stages,
-                self._optimizer,
-                run.ps,
-                policy=self._policy,
-                replay=replay,
-                event=self._write_event,
-                facts=run.facts,
-                config=run.config,
-                retention=self._checkpoints.retention,
-                background=self._checkpoints.background_saves,
-                grace=run.timeouts.grace or 25.0,
-                # No power cut then loses lines of steps that no restart repeats.
-                before_commit=partial(fsync_jsonl, run.dir),
-                log=run.log,
-                get_unsaved=self._find_unsaved,
-                progress=run.progress,
-            ) as (self._save, self._guard),
+            self._open_saver(replay) as (self._save, self._guard),
             collect_manually() as self._collect,
         ):
             self._write_event(
@@ -555,6 +541,28 @@ class Loop:
                 "resumes from there"
             )
             run.log(summarize_run(run.dir))
+
+    def _open_saver(self, replay: ForwardBackward) -> AbstractContextManager[tuple[Save, Guard]]:
+        run = self._run
+        return checkpoint.open_guarded_saver(
+            run.dir,
+            self._stages,
+            self._optimizer,
+            run.ps,
+            policy=self._policy,
+            replay=replay,
+            event=self._write_event,
+            facts=run.facts,
+            config=run.config,
+            retention=self._checkpoints.retention,
+            background=self._checkpoints.background_saves,
+            grace=run.timeouts.grace or 25.0,
+            # No power cut then loses lines of steps that no restart repeats.
+            before_commit=partial(fsync_jsonl, run.dir),
+            log=run.log,
+            get_unsaved=self._find_unsaved,
+            progress=run.progress,
+        )
 
     def record(
         self, state: TrainState, metrics: Mapping[str, Tensor | float], batch: StepBatch
@@ -788,6 +796,17 @@ class Loop:
         return state
 
 
+def _count_flops_per_token(
+    model: Any, rows: PackedCorpus | None, stages: Sequence[nn.Module]
+) -> float | None:
+    """Return the mean over the rows, or None if it is unknown."""
+    # With frozen parameters the backward pass costs less than the formula says.
+    is_trained = all(p.requires_grad for stage in stages for p in stage.parameters())
+    if rows is None or not isinstance(model, DecoderConfig) or not is_trained:
+        return None
+    return decoder_flops(model, rows.bins.lengths) / max(int(rows.bins.lengths.sum()), 1)
+
+
 def gather_facts(
     *,
     config: Any = None,
@@ -800,7 +819,7 @@ def gather_facts(
     template: str | None = None,
     facts: Facts | None = None,
 ) -> Facts:
-    """Return what a run must be continued with, as facts for its checkpoints.
+    """Return the facts that checkpoints of a run store, and that a resumed run must share.
 
     Args:
         config: The record of the run's flags; which of them count, see `config.option`.
@@ -808,14 +827,14 @@ def gather_facts(
         tokenizer: The tokenizer; checkpoints store its hash.
         rows: The rows of the training data; checkpoints store hashes of corpus and packing.
         corpora: The corpora by name, if each is a part of a mixture under its name.
-        first: Where the first weights are from, for the context.
-        context: The longest text that the model is trained on; where a folder that the run begins
-            with says that its model is for longer ones, that counts.
+        first: Where the initial weights are from, for the context.
+        context: The longest text that the model is trained on, or that of the Hugging Face folder
+            in `first`, if it is longer.
         template: The name of the chat template; checkpoints store its hash.
         facts: Others by name, or a function that returns them from the number of global batches.
 
     Returns:
-        {name: value}; a function, as `facts` is, if that is one.
+        {name: value}; a function, if `facts` is one.
 
     Examples:
         >>> from trainkit.models import make_decoder_config

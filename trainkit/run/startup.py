@@ -32,7 +32,7 @@ def make_code_facts() -> dict[str, str]:
         >>> sorted(make_code_facts())
         ['python', 'recipe source', 'torch', 'trainkit', 'trainkit source']
     """
-    script = getattr(sys.modules["__main__"], "__file__", None)
+    script = getattr(sys.modules["__main__"], "__file__", None)  # None in a notebook
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

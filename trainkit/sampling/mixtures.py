@@ -162,14 +162,14 @@ def anneal_phases(
     anneal_weights: Sequence[float] = (),
     anneal_lr: float = 1.0,
 ) -> tuple[MixturePhase, ...]:
-    """Return the phases of a mixture: from the start, and from the step on that it is annealed.
+    """Return the phases of a mixture: one from the start, and one for annealing if it has a step.
 
     Args:
-        num_rows: Rows of each corpus; what it is drawn by where there are no weights.
-        weights: Of each corpus, in their order.
-        anneal_step: The global batch with which the last phase begins; 0 for no such phase.
-        anneal_weights: Those of the last phase; by default as before.
-        anneal_lr: What the learning rate is multiplied by in the last phase.
+        num_rows: Rows of each corpus by name.
+        weights: The weight of each corpus, in the order of `num_rows`; by default its rows.
+        anneal_step: The global batch at which the annealing phase starts; 0 for none.
+        anneal_weights: The weights in the annealing phase; by default those before it.
+        anneal_lr: The factor of the learning rate in the annealing phase.
 
     Raises:
         ConfigError: There are not as many weights as corpora, or annealing without a step.

@@ -1,4 +1,4 @@
-"""Noise on frozen matrices and norms: a function of seed, step, name and index, and of no more."""
+"""Quantization noise: a function of seed, step, name and index, and of nothing else."""
 
 from functools import partial
 

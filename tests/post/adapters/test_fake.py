@@ -1,4 +1,4 @@
-"""Quantisation-aware training: what is trained is what will be served, and gradients pass by."""
+"""Quantization-aware training: rounded values in forward, unchanged gradients in backward."""
 
 import copy
 from typing import get_args

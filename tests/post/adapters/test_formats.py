@@ -1,4 +1,4 @@
-"""Few bits: how far off they are, what they are of, and what no block of numbers stands for."""
+"""Quantization formats: error bounds, codes and scales, and values that are not finite."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""What is frozen when: by pattern, by step, in any layout, and after a resume."""
+"""Frozen parameters: by pattern, by step, in any layout, and after a resume."""
 
 from functools import partial
 

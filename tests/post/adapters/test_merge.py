@@ -1,4 +1,4 @@
-"""Adapters added to their base: for good, for a while, again and again, in any layout."""
+"""Merging adapters: permanently, for a block, and repeatedly, in any layout."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format, both ways: PEFT and trainkit compute the same from each other's."""
+"""PEFT's format: PEFT computes the same from our folders, and trainkit from PEFT's."""
 
 import argparse
 import importlib.util

@@ -1,4 +1,4 @@
-"""lm-eval gives a model of ours the numbers that it gives the same weights in `transformers`."""
+"""lm-eval gives our model the results of the same weights in `transformers`."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A run's loss on held-out rows: that of `evaluate`, of the model as it is by then."""
+"""The loss on held-out rows: that of `evaluate`, with the current weights."""
 
 import numpy as np
 import pytest

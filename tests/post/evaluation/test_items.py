@@ -1,4 +1,4 @@
-"""Texts, pairs and questions: how they are read, cut and counted, and what is refused of them."""
+"""Texts, pairs and questions: how they are read, truncated and counted, and what is rejected."""
 
 import json
 import math

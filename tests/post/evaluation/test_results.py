@@ -1,4 +1,4 @@
-"""A file of results: it appears line by line, a killed run goes on with it, others are refused."""
+"""A file of results: it grows line by line, a killed run resumes it, other files are rejected."""
 
 import fcntl
 import re

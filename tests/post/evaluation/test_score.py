@@ -1,4 +1,4 @@
-"""What tokens score is the same in every layout, and what the model's own logits say."""
+"""Scores of tokens: equal in every layout, and equal to those of the model's logits."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Generation: the draws are functions of seed and place, and the model is left as it was."""
+"""Generation: noise depends on seed, row and position alone, and the model is left unchanged."""
 
 from functools import partial
 

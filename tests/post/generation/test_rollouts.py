@@ -1,4 +1,4 @@
-"""Answers are checked in bounded time, and trained on with what was known of each token."""
+"""Rollouts: rewards within a time limit, and corpora of the sampled tokens."""
 
 import contextlib
 import math

@@ -1,4 +1,4 @@
-"""Samplings: those of `transformers`, and draws that follow the distribution."""
+"""Sampling: the logits of `transformers`, and tokens that follow the distribution."""
 
 import math
 from functools import partial

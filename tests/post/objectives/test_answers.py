@@ -1,4 +1,4 @@
-"""The promises of losses of answers, as a table: preferences, policies, sequences."""
+"""Losses of answers, as a table: preferences, policy gradients, sequences."""
 
 from functools import partial
 

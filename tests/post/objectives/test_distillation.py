@@ -1,4 +1,4 @@
-"""Divergences from a teacher: those of whole distributions, with what is known of them."""
+"""Distillation: the divergences are those of the full distributions."""
 
 from functools import partial
 from itertools import product

@@ -143,15 +143,16 @@ def made(kind):
     transformers = pytest.importorskip("transformers")
     name, more = (LEAKING | SOUND)[kind]
     torch.manual_seed(0)
-    return getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, name)(**SIZES, **more))
+    config = getattr(transformers, name).from_dict(SIZES | more)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
 def hf_call(model, batch):
     """Enter a batch as the how-to does (Mamba has no positions)."""
-    inputs = {"input_ids": batch["input_ids"], "use_cache": False}
-    if "Mamba2" not in type(model).__name__:
-        inputs["position_ids"] = batch["position_ids"]
-    return model(**inputs).logits
+    ids, positions = batch["input_ids"], batch["position_ids"]
+    if "Mamba2" in type(model).__name__:
+        return model(input_ids=ids, use_cache=False).logits
+    return model(input_ids=ids, position_ids=positions, use_cache=False).logits
 
 
 @pytest.mark.parametrize("kind", LEAKING)

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.noise import make_key, normal_by_quantile
-from trainkit.noise.counters import to_int64
+from trainkit.noise import make_key, normal_by_quantile, to_int64
 from trainkit.parallel.grad_reduction import find_reducers, get_local, reshard_
 from trainkit.parallel.parameters import canonical_name, get_local_box, get_named_parameters
 from trainkit.post.adapters.frozen import Noise
@@ -94,7 +93,7 @@ def _add_matrix_noise(
         (module, canonical_name(f"{path}.{key}" if path else key), module.get_parameter(key))
         for stage in stages
         for path, module in stage.named_modules()
-        for key in vars(module).get("packings", {})
+        for key in vars(module).get("quantizations", {})
     ]
     if not matrices:
         raise ConfigError(

@@ -3,7 +3,7 @@
 Numbers that share a scale are divided by the largest of them and rounded to 8 bits, and the product
 is multiplied by both scales. Scales are those of the whole matrix, and of all tokens of a
 microbatch: where a layout shards these, the largest is a maximum over ranks. So every layout rounds
-to the same bits, which scales of each rank's own part would not.
+to the same bits.
 """
 
 from __future__ import annotations

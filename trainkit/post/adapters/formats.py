@@ -24,7 +24,7 @@ from trainkit.types import NumericsError, check_choice
 QuantizationFormat = Literal["nf4", "int8", "fp8", "int4", "nvfp4", "fp8_row"]
 """The names of the formats."""
 
-PACKED: tuple[QuantizationFormat, ...] = ("nf4", "int8", "fp8")
+STORABLE: tuple[QuantizationFormat, ...] = ("nf4", "int8", "fp8")
 """The formats that a model can store: the bytes of a row do not depend on other rows."""
 
 # The number of consecutive elements of a row that share a scale; in fp8 of 128 rows at a time.

@@ -48,7 +48,7 @@ def select_frozen(
         step: The step about to be taken.
 
     Raises:
-        ConfigError: A pattern, of whatever step, is invalid or matches nothing.
+        ConfigError: A pattern is invalid or matches nothing, at any step.
 
     Examples:
         >>> schedule = {10: [Freeze("head.*", frozen=False)]}

@@ -29,7 +29,7 @@ from trainkit.post.adapters.formats import (
     FP8_BLOCK,
     HALF_STEPS,
     NF4_GROUP,
-    PACKED,
+    STORABLE,
     QuantizationFormat,
     QuantizedMatrix,
     block_of,
@@ -124,7 +124,7 @@ def quantized(
         {'weight': (torch.uint8, (4, 32)), 'bias': (torch.float32, (4,)),
          'weight_scales': (torch.uint8, (4, 9))}
     """
-    check_choice(PACKED, "quantized", form=form)
+    check_choice(STORABLE, "quantized", form=form)
 
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         if ps.fsdp.count * ps.dp_replicate.count > 1 and not can_shard_bytes():
@@ -182,8 +182,8 @@ def dequantize_parameter(
         >>> dequantize_parameter(nn.Linear(2, 3)).shape
         torch.Size([3, 2])
     """
-    packing = get_quantization(module, name)
-    if packing is None:
+    spec = get_quantization(module, name)
+    if spec is None:
         weight = getattr(module, name)[..., rows, :]
         return weight if dtype is None else weight.to(dtype)
     codes, scales = (
@@ -196,7 +196,7 @@ def dequantize_parameter(
         *lead, start = noise.offset
         noise = attrs.evolve(noise, offset=(*lead, start + (rows.start or 0)))
     return dequantize_rows(
-        codes[..., rows, :], scales[..., rows, :], packing, dtype or packing.dtype, noise
+        codes[..., rows, :], scales[..., rows, :], spec, dtype or spec.dtype, noise
     )
 
 
@@ -208,20 +208,20 @@ def get_quantizations(module: nn.Module) -> dict[str, QuantizationSpec]:
         {}
     """
     return {
-        canonical_name(f"{path}.{key}" if path else key): packing
+        canonical_name(f"{path}.{key}" if path else key): spec
         for path, part in module.named_modules()
-        for key, packing in vars(part).get("packings", {}).items()
+        for key, spec in vars(part).get("quantizations", {}).items()
     }
 
 
-def round_weights(weights: Weights, packings: Mapping[str, QuantizationSpec]) -> Weights:
+def round_weights(weights: Weights, quantizations: Mapping[str, QuantizationSpec]) -> Weights:
     """Return weights with quantized matrices rounded, in fp32.
 
     A plain model with these weights computes the same as a quantized model with `weights`.
 
     Args:
         weights: The weights.
-        packings: The matrices by name, from `get_quantizations`.
+        quantizations: The matrices by name, from `get_quantizations`.
 
     Examples:
         >>> from trainkit.post.adapters.formats import dequantize
@@ -233,13 +233,13 @@ def round_weights(weights: Weights, packings: Mapping[str, QuantizationSpec]) ->
     """
 
     def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-        if name not in packings:
+        if name not in quantizations:
             return weights(name, shape, offset)
-        packing = attrs.evolve(packings[name], first=0)
+        spec = attrs.evolve(quantizations[name], first=0)
         # Whole rows are quantized, whatever columns are wanted: scales span blocks of columns.
         box = tuple(shape[:-1]), tuple(offset[:-1])
-        codes, scales = _read_rows(weights, name, packing, box)
-        values = dequantize_rows(codes, scales, packing, torch.float32)
+        codes, scales = _read_rows(weights, name, spec, box)
+        values = dequantize_rows(codes, scales, spec, torch.float32)
         return values[..., offset[-1] : offset[-1] + shape[-1]]
 
     return read
@@ -251,7 +251,7 @@ def get_quantization(module: nn.Module, name: str = "weight") -> QuantizationSpe
     Examples:
         >>> get_quantization(nn.Linear(1, 1))
     """
-    return vars(module).get("packings", {}).get(name)
+    return vars(module).get("quantizations", {}).get(name)
 
 
 def noise_of(module: nn.Module, name: str) -> Noise | None:
@@ -269,9 +269,9 @@ def noise_of(module: nn.Module, name: str) -> Noise | None:
 def _quantize_module_(name: str, module: Any, form: QuantizationFormat) -> None:
     """Replace a module's matrices by codes and scales, on the meta device until they are filled."""
     is_linear = isinstance(module, nn.Linear)
-    packings = dict[str, QuantizationSpec]()
+    quantizations = dict[str, QuantizationSpec]()
     fills = dict[str, Fill]()
-    fill = _FillRows(packings)  # one for codes and scales, so that it computes them together
+    fill = _FillRows(quantizations)  # one for codes and scales, so that it computes them together
     for key in ("weight",) if is_linear else EXPERT_WEIGHTS:
         weight = getattr(module, key)
         if hasattr(weight, "placements"):
@@ -279,20 +279,25 @@ def _quantize_module_(name: str, module: Any, form: QuantizationFormat) -> None:
                 f"quantized: {name!r} is sharded already; quantized() comes first in a plan",
                 where=name,
             )
-        packing = QuantizationSpec(form, tuple(weight.shape), weight.dtype)
-        packings[key] = packing
+        spec = QuantizationSpec(form, tuple(weight.shape), weight.dtype)
+        quantizations[key] = spec
         fills |= {key: fill, key + SCALES: fill}
         if weight.is_meta:
-            codes, scales = _allocate_rows(packing, weight.shape[:-1], device="meta")
+            codes, scales = _allocate_rows(spec, weight.shape[:-1], device="meta")
         else:
             # A model that has its values already, as `quantized(...)(model, ...)` gets.
             codes, scales = _read_rows(
-                weights_of_tensor(weight.detach()), f"{name}.{key}", packing, None
+                weights_of_tensor(weight.detach()), f"{name}.{key}", spec, None
             )
         for parameter_name, stored in ((key, codes), (key + SCALES, scales)):
             parameter = nn.Parameter(stored.to(weight.device), requires_grad=False)
             setattr(module, parameter_name, parameter)
-    mix_in_(module, Packed if is_linear else PackedExperts, packings=packings, fills=fills)
+    mix_in_(
+        module,
+        Quantized if is_linear else QuantizedExperts,
+        quantizations=quantizations,
+        fills=fills,
+    )
 
 
 def weights_of_tensor(full: Tensor) -> Weights:
@@ -306,7 +311,7 @@ def weights_of_tensor(full: Tensor) -> Weights:
 
 
 class _QuantizedModule(nn.Module):
-    packings: dict[str, QuantizationSpec]
+    quantizations: dict[str, QuantizationSpec]
     fills: dict[str, Fill]
 
     def shard_by_style_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
@@ -316,17 +321,17 @@ class _QuantizedModule(nn.Module):
             Where columns are sharded, records which of them this rank has: `axis` is not used
             for communication.
         """
-        for key, packing in self.packings.items():
+        for key, spec in self.quantizations.items():
             if style.shard_dims.get(key) == 0:
                 style = _with_scales(style, key)
             elif key in style.shard_dims:
                 # Scales stay whole: a shard of columns need not start at a block's start.
-                num_columns = packing.shape[-1] // axis.count
-                self.packings[key] = attrs.evolve(packing, first=axis.index * num_columns)
+                num_columns = spec.shape[-1] // axis.count
+                self.quantizations[key] = attrs.evolve(spec, first=axis.index * num_columns)
         return style
 
 
-class Packed(_QuantizedModule):
+class Quantized(_QuantizedModule):
     """Mixin: a linear layer whose frozen weight is quantized."""
 
     bias: Tensor | None
@@ -341,7 +346,7 @@ class Packed(_QuantizedModule):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-class PackedExperts(_QuantizedModule):
+class QuantizedExperts(_QuantizedModule):
     """Mixin: experts whose frozen weights are quantized."""
 
     def product(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
@@ -354,7 +359,7 @@ def _multiply(module: Any, name: str, x: Tensor, multiply: Multiply) -> Tensor:
         x,
         getattr(module, name),
         getattr(module, name + SCALES),
-        (module.packings[name], multiply, noise_of(module, name)),
+        (module.quantizations[name], multiply, noise_of(module, name)),
     )
 
 
@@ -384,18 +389,18 @@ class _TimesFrozen(torch.autograd.Function):
         scales: Tensor,
         product: tuple[QuantizationSpec, Multiply, Noise | None],
     ) -> Tensor:
-        packing, multiply, noise = product
+        spec, multiply, noise = product
         # Neither the dequantized weight nor x: the weight is frozen, so d_x needs only the codes.
         ctx.save_for_backward(codes, scales)
-        ctx.packing = packing
+        ctx.spec = spec
         ctx.multiply = multiply
         ctx.noise = noise
-        return multiply(x, dequantize_rows(codes, scales, packing, x.dtype, noise))
+        return multiply(x, dequantize_rows(codes, scales, spec, x.dtype, noise))
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> Any:  # pyrefly: ignore[bad-override]
         codes, scales = ctx.saved_tensors
-        weight = dequantize_rows(codes, scales, ctx.packing, d_y.dtype, ctx.noise)
+        weight = dequantize_rows(codes, scales, ctx.spec, d_y.dtype, ctx.noise)
         d_x = ctx.multiply(d_y.contiguous(), weight.transpose(-2, -1))
         return d_x, None, None, None
 
@@ -418,7 +423,7 @@ def _pack_rows(quantized: QuantizedMatrix, rows: slice) -> tuple[Tensor, Tensor]
 def dequantize_rows(
     codes: Tensor,
     scales: Tensor,
-    packing: QuantizationSpec,
+    spec: QuantizationSpec,
     dtype: torch.dtype,
     noise: Noise | None = None,
 ) -> Tensor:
@@ -426,14 +431,14 @@ def dequantize_rows(
 
     Examples:
         >>> codes, scales = torch.tensor([[2]], dtype=torch.uint8), torch.ones(1, 1)
-        >>> packing = QuantizationSpec("int8", (1, 1), torch.float32)
-        >>> dequantize_rows(codes, scales.view(torch.uint8), packing, torch.float64)
+        >>> spec = QuantizationSpec("int8", (1, 1), torch.float32)
+        >>> dequantize_rows(codes, scales.view(torch.uint8), spec, torch.float64)
         tensor([[2.]], dtype=torch.float64)
     """
-    form = packing.form
-    full_columns = packing.shape[-1]
+    form = spec.form
+    full_columns = spec.shape[-1]
     # Of an odd number of columns, the last byte has one code.
-    columns = min(codes.shape[-1] * codes_per_byte(form), full_columns - packing.first)
+    columns = min(codes.shape[-1] * codes_per_byte(form), full_columns - spec.first)
     # Bytes are cloned, since a view as fp32 needs contiguous and aligned memory.
     if form == "nf4":
         groups = ceil(max(1, ceil(full_columns / block_of(form))) / NF4_GROUP)
@@ -446,10 +451,10 @@ def dequantize_rows(
     code_noise = None
     if noise is not None:
         shape = (*codes.shape[:-1], columns)
-        code_noise = normal_by_quantile(noise.key, shape, (*noise.offset, packing.first))
+        code_noise = normal_by_quantile(noise.key, shape, (*noise.offset, spec.first))
         code_noise = code_noise * (noise.scale * HALF_STEPS[form])
     return times_scales(
-        codes, fp32_scales, form, columns=columns, first=packing.first, noise=code_noise
+        codes, fp32_scales, form, columns=columns, first=spec.first, noise=code_noise
     ).to(dtype)
 
 
@@ -459,19 +464,19 @@ class _FillRows:
     Whole rows are read, and in fp8 all rows of a block, even if this rank has a part of them.
     """
 
-    def __init__(self, packings: Mapping[str, QuantizationSpec]) -> None:
-        self.packings = packings
+    def __init__(self, quantizations: Mapping[str, QuantizationSpec]) -> None:
+        self.quantizations = quantizations
         self.cached_scales: dict[Any, Tensor] = {}
 
     def __call__(
         self, weights: Weights, name: str, shape: Sequence[int], offset: Sequence[int]
     ) -> Tensor:
         matrix = name.removesuffix(SCALES)
-        packing = self.packings[matrix.rpartition(".")[2]]
+        spec = self.quantizations[matrix.rpartition(".")[2]]
         rows = tuple(shape[:-1]), tuple(offset[:-1])
         if name != matrix and (matrix, *rows) in self.cached_scales:
             return self.cached_scales.pop((matrix, *rows))
-        codes, scales = _read_rows(weights, matrix, packing, rows)
+        codes, scales = _read_rows(weights, matrix, spec, rows)
         if name != matrix:
             return scales
         # Of one matrix at a time: a cache of all of them would hold the scales of the model.
@@ -482,13 +487,13 @@ class _FillRows:
 def _read_rows(
     weights: Weights,
     name: str,
-    packing: QuantizationSpec,
+    spec: QuantizationSpec,
     box: tuple[tuple[int, ...], tuple[int, ...]] | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the bytes of the rows `[..., R]` of a box (shape, offset), which is whole for None."""
-    *lead, height, columns = packing.shape
+    *lead, height, columns = spec.shape
     shape, offset = box or ((*lead, height), (0,) * (len(lead) + 1))
-    codes, scales = _allocate_rows(packing, shape, device="cpu")
+    codes, scales = _allocate_rows(spec, shape, device="cpu")
     start = offset[-1]
     end = start + shape[-1]
     # A bounded number of elements at a time, and whole blocks of fp8, which span rows.
@@ -499,7 +504,7 @@ def _read_rows(
             high = min(low + step, height)
             values = weights(name, (*(1 for _ in matrix), high - low, columns), (*matrix, low, 0))
             try:
-                quantized = quantize(values, packing.form)
+                quantized = quantize(values, spec.form)
             except NumericsError as error:
                 raise NumericsError(f"{name}: {error.what}", where=name) from error
             # Of a block that other ranks have a part of, only this rank's rows are stored.
@@ -513,12 +518,12 @@ def _read_rows(
 
 
 def _allocate_rows(
-    packing: QuantizationSpec, shape: Sequence[int], *, device: str
+    spec: QuantizationSpec, shape: Sequence[int], *, device: str
 ) -> tuple[Tensor, Tensor]:
     """Return uninitialized bytes for the codes and the scales of rows `[..., R]`."""
-    columns = packing.shape[-1]
-    code_bytes = ceil(columns / codes_per_byte(packing.form))
+    columns = spec.shape[-1]
+    code_bytes = ceil(columns / codes_per_byte(spec.form))
     return (
         torch.empty(*shape, code_bytes, dtype=torch.uint8, device=device),
-        torch.empty(*shape, scale_bytes(packing.form, columns), dtype=torch.uint8, device=device),
+        torch.empty(*shape, scale_bytes(spec.form, columns), dtype=torch.uint8, device=device),
     )

@@ -120,7 +120,7 @@ class Adapter(nn.Module):
     b: nn.Parameter
     magnitude: nn.Parameter
     axis: Axis = SOLO
-    cuts_inputs = False
+    shards_inputs = False
     keys: Keys | None = None
 
     def __init__(
@@ -193,7 +193,8 @@ class Adapter(nn.Module):
             x,
             keys.of(x, self.axis),
             p=self.spec.dropout,
-            offset=self.axis.index * x.shape[-1] if self.cuts_inputs else None,
+            # The mask of a feature is a function of its index in the full input.
+            offset=self.axis.index * x.shape[-1] if self.shards_inputs else None,
             name=self.whole_name,
             width=self.inputs,
         )
@@ -228,7 +229,7 @@ class LowRank(Adapter):
             From here on the forward pass communicates on `axis` where inputs or tokens are sharded.
         """
         self.axis = axis
-        self.cuts_inputs = "a" in style.shard_dims
+        self.shards_inputs = "a" in style.shard_dims
         return style
 
     def forward(self, x: Tensor, y: Tensor, module: nn.Module) -> Tensor:
@@ -239,6 +240,7 @@ class LowRank(Adapter):
             y: Its output without the adapter, `[..., out]`.
             module: The module, within its forward pass.
         """
+        # In the adapter's dtype, which is fp32 where the base computes in bf16.
         low = nn.functional.linear(self._apply_dropout(x).to(self.a.dtype), self.a)
         low = nn.functional.linear(low, self.b) * self.spec.scale
         if not self.spec.dora:
@@ -246,7 +248,7 @@ class LowRank(Adapter):
         # DoRA: m * (W x + scale * B A x) / |W + scale * B A|, row by row, and only then the bias.
         bias = getattr(module, "bias", None)
         squares = self.squared_norms(module, "weight", y.dtype)
-        if self.cuts_inputs:  # this rank has some columns of each row
+        if self.shards_inputs:  # this rank has some columns of each row
             squares = sum_forward(squares, self.axis)
         factor = self.magnitude / squares.sqrt().to(self.magnitude.dtype)
         plain = y if bias is None else y - bias
@@ -261,7 +263,7 @@ class ExpertLowRank(Adapter):
         self, rows: Tensor, y: Tensor, counts: Tensor, module: nn.Module, key: str
     ) -> Tensor:
         """Add the adapters' products to `y` `[N, out]`, of rows `[N, in]` sorted by expert."""
-        low = grouped_product(self._apply_dropout(rows), counts, self.a)
+        low = grouped_product(self._apply_dropout(rows), counts, self.a)  # [N, r]
         total = y + grouped_product(low, counts, self.b) * self.spec.scale
         if not self.spec.dora:
             return total
@@ -282,7 +284,7 @@ class Adapted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., in]` to `[..., out]`, with the active adapter if there is one."""
-        y = super().forward(x)
+        y = super().forward(x)  # of a plain, quantized or float8 layer
         adapter = self.lora.chosen()
         return y if adapter is None else adapter(x, y, self)
 

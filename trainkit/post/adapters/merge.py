@@ -138,7 +138,7 @@ def _find_active(stages: Iterable[nn.Module]) -> Iterator[tuple[nn.Parameter, Ad
     for module, key, adapters in adapters_of(stages):
         adapter = adapters.chosen()
         if adapter is not None:
-            if "packings" in vars(module):
+            if "quantizations" in vars(module):
                 raise ConfigError(
                     f"merge_adapters_: the base of {adapter.whole_name} is quantized; export "
                     "with --merge, which reads the weights that it was quantized from",

@@ -229,8 +229,8 @@ def _add_adapter_(matrix: _Matrix, name: str, spec: Lora, fill: Fill, base: Weig
     module: Any = matrix.module
     tensors = [getattr(module, matrix.key, None), *module.parameters(), *module.buffers()]
     like = next(x for x in tensors if isinstance(x, Tensor))  # for the device and the dtype
-    packing = get_quantization(module, matrix.key)
-    dtype = like.dtype if packing is None else packing.dtype  # codes are bytes
+    quantization = get_quantization(module, matrix.key)
+    dtype = like.dtype if quantization is None else quantization.dtype  # codes are bytes
     is_expert = matrix.key != "weight"
     path = f"{name.removesuffix(f'.{matrix.key}')}.{CHILD}"
     path += f".{matrix.key}.{spec.name}" if is_expert else f".{spec.name}"
@@ -256,9 +256,8 @@ def _add_adapter_(matrix: _Matrix, name: str, spec: Lora, fill: Fill, base: Weig
         adapters = adapters[matrix.key]
     adapters[spec.name] = adapter
     if base is not None:
-        base = (
-            base if packing is None else weights_of_tensor(dequantize_parameter(module, matrix.key))
-        )
+        if quantization is not None:
+            base = weights_of_tensor(dequantize_parameter(module, matrix.key))
         with torch.no_grad():
             for key, p in adapter.named_parameters():
                 p.copy_(fill(base, f"{path}.{key}", tuple(p.shape), (0,) * p.ndim))
@@ -268,7 +267,7 @@ def _make_initial_values(seed: int, matrix: _Matrix, matrix_name: str) -> Fill:
     """Return the initial values of an adapter, for which it does not change its base."""
     weight_name = matrix_name if matrix.key != "weight" else f"{matrix_name}.weight"
     inputs = matrix.sizes[-1]
-    packing = get_quantization(matrix.module, matrix.key)
+    quantization = get_quantization(matrix.module, matrix.key)
     on_meta = all(p.is_meta for p in matrix.module.parameters())
 
     def fill(base: Weights, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
@@ -279,8 +278,8 @@ def _make_initial_values(seed: int, matrix: _Matrix, matrix_name: str) -> Fill:
             # kaiming_uniform_(a=sqrt(5)) is uniform between +-1 / sqrt(inputs).
             return uniform_symmetric(make_key(seed, name), shape, offset).mul_(inputs**-0.5)
         # DoRA's magnitudes are the norms of the base's rows.
-        if packing is not None and on_meta:  # the model will compute with rounded weights
-            base = round_weights(base, {weight_name: packing})
+        if quantization is not None and on_meta:  # the model will compute with rounded weights
+            base = round_weights(base, {weight_name: quantization})
         weight = base(weight_name, (*shape, inputs), (*offset, 0))
         return torch.cat([rows.double().norm(dim=-1) for rows in weight.split(_MAX_ROWS, -2)], -1)
 

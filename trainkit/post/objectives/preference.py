@@ -343,11 +343,19 @@ def _make_pair_loss(
         documents = _sum_scores("preference", output, batch, reference=reference, axis=axis)
         scores = documents.means(_SCORES) if over_tokens == "mean" else documents.sums[_SCORES]
         chosen, rejected = _split_pairs(scores)
-        is_broken = _find_broken_pairs(documents)
+        # Documents 2j and 2j + 1 are a pair, so at most the last document of a row has none.
+        has_chosen, has_rejected = _split_pairs(documents.exists)
+        is_broken = has_chosen != has_rejected
+        if can_read_values(is_broken) and is_broken.any():
+            row, pair = is_broken.nonzero()[0].tolist()
+            raise ValueError(
+                f"preference: document {2 * pair} of row {row} is the last one, and no pair; "
+                "chat.pack_pairs packs both answers into a row"
+            )
         counts = documents.starts_here[:, ::2]  # a pair counts where its chosen answer starts
         if over_tokens == "mean" and not reference:  # the mean of nothing is no log-probability
-            has_chosen, has_rejected = _split_pairs(documents.tokens > 0)
-            counts = counts & (is_broken | has_chosen & has_rejected)
+            chosen_has_tokens, rejected_has_tokens = _split_pairs(documents.tokens > 0)
+            counts = counts & (is_broken | chosen_has_tokens & rejected_has_tokens)
         # NaN reaches the step's check of finite losses, which needs no further host sync.
         losses = pair_loss(chosen, rejected) * torch.where(is_broken, torch.nan, 1)
         margin = scale * (chosen - rejected)
@@ -366,16 +374,3 @@ def _make_pair_loss(
 def _split_pairs(x: Tensor) -> tuple[Tensor, Tensor]:
     """Split documents into chosen and rejected answers, `[B, N / 2]` each."""
     return x[:, ::2], x[:, 1::2]
-
-
-def _find_broken_pairs(documents: Documents) -> Tensor:
-    """Return a mask of pairs with one answer only, bool `[B, N / 2]`; on a CPU, raise for one."""
-    chosen, rejected = _split_pairs(documents.exists)
-    is_broken = chosen != rejected
-    if can_read_values(is_broken) and is_broken.any():
-        row, pair = is_broken.nonzero()[0].tolist()
-        raise ValueError(
-            f"preference: document {2 * pair} of row {row} is the last one, and no pair; "
-            "chat.pack_pairs packs both answers into a row"
-        )
-    return is_broken

@@ -70,6 +70,7 @@ def open_run_sinks(
     warn: Log = logger.warning
     if step < last:
         (run_dir / "final.json").unlink(missing_ok=True)  # of an earlier end
+    # Lines after the step that is resumed from go: those steps are repeated.
     rewound = rewind_jsonl(run_dir / "metrics.jsonl", step)
     reached = step
     # Problems of events.jsonl itself are only printed: as events they would wait for themselves.
@@ -82,16 +83,10 @@ def open_run_sinks(
                 event("rewind", step=step - 1, repeated=reached - step + 1)
             reached = step
 
-        def write_curves(step: int, values: Mapping[str, Any]) -> None:
-            others(step, {f"train/{name}": value for name, value in values.items()})
-
         bar: dict[str, Any] = {}
         if sys.stdout is not None:  # it is None where it was closed before Python started
             bar["console"] = partial(open_console, last, start=step, stream=sys.stdout)
-        # Read here, not in a sink's thread: no save runs yet that could create another identity.
-        run = None
-        with contextlib.suppress(DiskError):
-            run = get_run_id(run_dir)["run"]
+        run = _read_identity(run_dir)
         makers = {name: partial(make, step=step) for name, make in (extra or {}).items()}
         event("start", step=step, repeated=rewound.dropped, ranks=share.count, last=last, run=run)
         with (
@@ -109,8 +104,16 @@ def open_run_sinks(
                 isolate_sinks(bar, log=warn, patience=patience) as progress,
                 isolate_sinks(makers, log=warn, patience=patience) as others,
             ):
-                record = tee(count, lines, progress, write_curves)
+                record = tee(count, lines, progress, _add_prefix(others))
                 yield record, _send_evaluations(event, others)
+
+
+def _add_prefix(sink: Sink) -> Sink:
+    # TensorBoard and W&B group curves by the part of a name before the slash.
+    def write(step: int, values: Mapping[str, Any]) -> None:
+        sink(step, {f"train/{name}": value for name, value in values.items()})
+
+    return write
 
 
 def _send_evaluations(event: WriteEvent, sink: Sink) -> WriteEvent:
@@ -148,6 +151,13 @@ def summarize_run(run_dir: str | Path) -> str:
         f"{time.saves} saves that blocked for {time.blocked:.1f} s, "
         f"{time.wall:.1f} s in all{down}"
     )
+
+
+def _read_identity(run_dir: Path) -> str | None:
+    # Read here, not in a sink's thread: no save runs yet that could create another identity.
+    with contextlib.suppress(DiskError):
+        return get_run_id(run_dir)["run"]
+    return None
 
 
 @contextlib.contextmanager

@@ -200,7 +200,7 @@ def _ls(options: argparse.Namespace) -> tuple[Any, int]:
 def _verify(options: argparse.Namespace) -> tuple[Any, int]:
     directory = options.directory
     _check_owners(directory, strict=options.strict_owner)
-    existed = directory.exists()
+    existed = directory.exists()  # before the check, during which retention may delete it
     of_run = list_checkpoints(directory / "checkpoints") or list_checkpoints(directory)
     reports = []
     for path in of_run or [directory]:
@@ -234,6 +234,7 @@ def _prune(options: argparse.Namespace) -> tuple[Any, int]:
     _check_owners(home, strict=options.strict_owner)
     policy = Retention(last=options.keep, every=options.every, best=options.best)
     report = apply_retention(home, policy, log=print_to_stderr, dry_run=options.dry_run)
+    # Checkpoints are there, and none of them verifies: nothing was deleted.
     return report, _DAMAGED if report["kept"] and not report["verified"] else 0
 
 

@@ -351,6 +351,7 @@ def _read_sample(
 def _make_progress_printer() -> Callable[[PrepareProgress], None]:
     """Return a printer of progress: in place on a terminal, one line every 10 s in a log."""
     terminal = sys.stderr.isatty()
+    # On a terminal the first progress is shown at once, in a log after 10 s.
     last = [time.monotonic() - (10.0 if terminal else 0.0)]
 
     def show(progress: PrepareProgress) -> None:
@@ -376,6 +377,7 @@ def progress_line(progress: PrepareProgress) -> str:
         >>> progress_line(PrepareProgress(1200, 3_400_000, 50_000_000, 200_000_000, 0, 10.0))
         ' 25 %  1,200 documents  3,400,000 tokens  5.0 MB/s  0:00:30 left'
     """
+    # Parts of an earlier start took no time in this one.
     speed = (progress.bytes - progress.reused_bytes) / max(progress.seconds, 1e-9)
     left = (progress.total_bytes - progress.bytes) / speed if speed else 0.0
     minutes, seconds = divmod(round(left), 60)

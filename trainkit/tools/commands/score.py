@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         options.corpus, tokenizer=trained.tokenizer, template=trained.template
     )
     compute = parallel.resolve_precision(Precision(compute=options.compute)).compute
-    temperature = options.temperature or 1.0
+    temperature = options.temperature or 1.0  # the flag's None is for the check above
     make_model = functools.partial(models.Decoder, trained.config, head="hidden")
     with parallel_session() as ps:
         plan = [parallel.mixed_precision(DTYPES[compute])]

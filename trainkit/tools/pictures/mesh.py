@@ -16,7 +16,7 @@ from trainkit.types import Layout
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_LIMIT = 64
+_LIMIT = 64  # ranks; columns of more would be too narrow for their numbers
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 

@@ -20,7 +20,7 @@ _PIECES = ("#1d4e6f", "#2a6f97", "#4f93b8", "#89bdd6")
 _THIN = "#b9d6e5"
 _ORANGE = "#e07a2f"
 _FATES = ("empty", "split", "truncated", "dropped")  # of documents that are in no row as a whole
-_ROWS = 24
+_ROWS = 24  # drawn at most
 _ROW_INCHES = 0.165
 
 

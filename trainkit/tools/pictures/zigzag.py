@@ -161,7 +161,7 @@ def _draw_shards(axes: Axes, chunks: Sequence[ZigzagChunk], ring: int) -> None:
                 edgecolor="white",
                 linewidth=0.8,
             )
-            if size * 60 > chunks[-1].end:
+            if size * 60 > chunks[-1].end:  # the chunk is wide enough for its number
                 _write(axes, start + size / 2, row + 0.52, str(chunk.index), color)
         filled[chunk.rank] += size
         if chunk.index == 0:  # a line where a document starts

@@ -150,7 +150,7 @@ def list_layouts(world: int, *, like: Layout | None = None, experts: int = 1) ->
     for degrees in _list_factorizations(world, len(names)):
         named: Any = dict(zip(names, degrees, strict=True))
         layout = attrs.evolve(like, **named, ep=1)
-        common = math.gcd(experts, layout.count("fsdp"))
+        common = math.gcd(experts, layout.count("fsdp"))  # ep divides both
         for ep in (n for n in range(1, common + 1) if common % n == 0):
             yield attrs.evolve(layout, ep=ep)
 

@@ -221,6 +221,7 @@ def estimate_seconds(
         0.0
     """
     rate = hardware.flops[_rate_name(job)] * efficiency
+    # A pipeline runs at the pace of its busiest rank, often the one with the head.
     busiest = max(range(layout.pp), key=lambda rank: _count_rank_flops(job, layout, rank))
     part = find_part(job, layout, busiest)
     # The fractions of the rank's matmuls, and of its attention, that are recomputed.
@@ -254,6 +255,7 @@ def estimate_seconds(
     overlap = min(ring, attention) + min(data, compute)
     exposed += 0.1 * overlap
     hidden = 0.9 * overlap
+    # A rank works on each microbatch in each of its stages; the bubble lasts pp - 1 such turns.
     turns = num_microbatches(job, layout) * stages_per_rank(layout)
     bubble = (compute + exposed) * (layout.pp - 1) / turns
     bubble /= 3 if SCHEDULES[layout.schedule].splits_backward else 1
@@ -276,7 +278,7 @@ def _count_row_flops(job: Job, part: Part, *, products: bool = True) -> float:
     blocks = compute_units(plain, Layout()).blocks(part.numbers).trained
     active = blocks.whole - part.experts * idle_parameters(config)
     active += part.head * config.vocab_size * config.width
-    # Sliding layers are spread nearly evenly, so a stage has its share of them.
+    # Sliding layers are spread nearly evenly, so a stage has a proportional number of them.
     sliding = part.layers * len(config.sliding_layers) / config.layers
     sliding_flops = model_flops(
         linear_parameters=0,

@@ -46,6 +46,7 @@ from trainkit.tools.testing.foreign import ForeignModel, call_foreign, foreign_p
 from trainkit.tools.testing.train import Training, certificate_weights
 from trainkit.types import Axis, Batch, Hidden, Layout, Log
 
+# 8 ranks of Ulysses divide the heads, and 4 of tp the key heads; 4 layers make 4 stages.
 CONFIG = models.DecoderConfig(
     vocab_size=64, width=32, layers=4, heads=8, kv_heads=4, mlp_width=48, qk_norm=True
 )
@@ -85,6 +86,7 @@ def half_frozen(config: models.DecoderConfig) -> nn.Module:
     return model
 
 
+# All features of a router at once, and a dense first layer (`first=1`).
 EXPERTS = models.Experts(
     count=8,
     chosen=2,
@@ -232,6 +234,7 @@ def several_optimizers(stages: Sequence[nn.Module], axis: Axis) -> torch.optim.O
     )
 
 
+# All sizes of latents and of the parts of heads differ, so that confusing two of them shows.
 LATENT = attrs.evolve(
     SHALLOW,
     kv_heads=8,
@@ -321,7 +324,7 @@ def decoder_batch(step: int, *, rows: int = ROWS) -> Batch:
         >>> batch.input_ids.shape, sorted(batch.extra)
         (torch.Size([4, 64]), ['noise_key'])
     """
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(0)  # one corpus for all steps, which read other rows of it
     lengths = random.integers(1, 60, size=80)
     tokens = random.integers(0, CONFIG.vocab_size, size=lengths.sum())
     corpus = TokenCorpus(tokens, np.append(0, lengths.cumsum()))
@@ -385,6 +388,7 @@ def loss_of_tokens(ps: Any) -> NamedLoss:
     full = torch.arange(CONFIG.vocab_size * _TEACHER_WIDTH).double().sin()
     shard = full.view(CONFIG.vocab_size, -1).chunk(ps.tp.count)[ps.tp.index].to(ps.device)
     policy = objectives.policy_gradient(objectives.ppo_clip(), entropy_weight=0.1)
+    # The teacher's hidden states are a column of the batch, so its head has none of its own.
     teacher = objectives.distillation(Hidden(torch.empty(0), shard, ps.tp), beta=0.5)
     return losses.add_terms((losses.weighted_next_token, 1.0), (policy, 0.5), (teacher, 0.7))
 
@@ -583,6 +587,7 @@ _CASES: dict[str, list[LayoutCase]] = {
         LayoutCase(Layout(dp_replicate=2, dp_shard=2)),
         LayoutCase(Layout(ring=2, ulysses=2)),
     ],
+    # V schedules have two stages on each rank, so two ranks need four layers.
     "decoder with experts in four stages": [
         LayoutCase(_ZERO_BUBBLE),
         LayoutCase(attrs.evolve(_ZERO_BUBBLE, ep=2)),
@@ -748,6 +753,7 @@ def builtin_subjects(
         for name in names
         for case in cases_of_model(name)
         if chosen(case)
+        # Not every version of torch can shard the bytes of quantized matrices.
         and (name not in IN_FEW_BITS or case.layout.wrapped == 1 or can_shard_bytes())
     ]
     picked: dict[str, list[LayoutCase]] = {name: [] for name in names}

@@ -207,6 +207,7 @@ def certify_together(
         while remaining:  # a layout that fails ends its start; those after it run in the next
             found |= _run_jobs(remaining, timeout, report, device)
             remaining = {index: job for index, job in remaining.items() if index not in found}
+    # In the order of the jobs; a model that leaks has none, and rows of its own below.
     rows = iter(found[index] for index in range(len(jobs)))
     untrained = "not trained, because the model computes a packed document from others"
     return [
@@ -315,7 +316,7 @@ def _run_jobs(
 
     Ranks write their results to files, which survive the failure of a later layout.
     """
-    world = next(iter(jobs.values())).case.world
+    world = next(iter(jobs.values())).case.world  # the same for all of them
     with tempfile.TemporaryDirectory(prefix="trainkit_certify_") as folder:
         rows: dict[int, CertificateRow] = {}
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainkit.types import Axis, Layout, ParallelState
 
+# "reducescatter" is before "reduce", because the first start that fits is taken.
 _KINDS = {
     "allreduce": "all_reduce",
     "allgather": "all_gather",

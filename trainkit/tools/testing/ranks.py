@@ -243,6 +243,7 @@ def _gather_reports(
 ) -> dict[int, _Returned | _Failed]:
     """Return the reports by rank: all of them, or those until a failure or `timeout`."""
     deadline = time.monotonic() + timeout
+    # Without a function to call there is no reason to wake up before a rank reports.
     patience = timeout if meanwhile is None else _LOOK_EVERY
     reports: dict[int, _Returned | _Failed] = {}
     while len(reports) < len(ranks):
@@ -343,6 +344,7 @@ def _unpack(data: bytes) -> Any:
 
 def _rank_main(index: int, work: _Work, pipe: Connection) -> None:
     with _stack_file(work, index).open("w") as stack:
+        # Written by a signal handler in C, which works while Python hangs in a call.
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         try:
             _set_up(index, work)
@@ -369,7 +371,7 @@ def _set_up(index: int, work: _Work) -> None:
     if work.device == "cuda":
         torch.cuda.set_device(index)
     else:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks on CPUs may outnumber the GPUs
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if work.device == "cuda" else "gloo",
         init_method=f"file://{work.folder / 'store'}",

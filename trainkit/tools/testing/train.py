@@ -225,6 +225,7 @@ def _train(training: Training, case: LayoutCase, make_stages: MakeStages) -> Out
                 ps.data_shard,
                 rows_per_microbatch=case.rows_per_microbatch,
             )
+            # Hashes add up modulo 2^64, so their sum over ranks is that of the global batch.
             hashes.append(int(all_sum(batch_hash(microbatches), ps.loss)))
             microbatches = [to_device(batch, ps.device) for batch in microbatches]
             tokens = all_sum(count_valid_tokens(microbatches), ps.loss)
@@ -268,7 +269,7 @@ def _get_state(
     """Return buffers by name, and all optimizer state as "PARAMETER/KEY"."""
     state = {name: x for stage in stages for name, x in list_buffers(stage).items()}
     for name, p in named.items():
-        owner = name.removesuffix(COPY_SUFFIX)
+        owner = name.removesuffix(COPY_SUFFIX)  # of a tied embedding, which the last stage copies
         for key, value in optimizer.state.get(p, {}).items():
             if isinstance(value, Tensor | int | float):
                 copy = name.removeprefix(owner)

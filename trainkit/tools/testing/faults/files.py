@@ -92,6 +92,7 @@ def swap_files(first: str | Path, second: str | Path) -> None:
         ('2', '1')
     """
     first, second = Path(first), Path(second)
+    # The contents, not the names: both files keep their inodes and modes.
     content = first.read_bytes()
     first.write_bytes(second.read_bytes())
     second.write_bytes(content)

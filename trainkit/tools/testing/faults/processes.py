@@ -127,7 +127,7 @@ def hang_at(at: At, *, rank: Ranks = None) -> Injector:
     """
 
     def hang(_: TrainState) -> None:
-        while True:
+        while True:  # asleep, so that a hung rank takes no core from its peers
             time.sleep(3600)
 
     return act_at(at, hang, rank=rank)

@@ -141,7 +141,7 @@ def until_next(
         stack = ExitStack()
 
         def injected(state: TrainState, batch: StepBatch) -> tuple[TrainState, Any]:
-            stack.close()
+            stack.close()  # the block of an earlier step
             if _is_due(at, rank, state):
                 stack.enter_context(around())
             return train_step(state, batch)
@@ -172,4 +172,5 @@ def _is_due(at: At, ranks: Ranks, state: TrainState) -> bool:
         return False
     if callable(at):
         return at(state)
+    # The state counts the steps before this one.
     return state.step + 1 in ({at} if isinstance(at, int) else at)
