@@ -23,7 +23,7 @@ from trainkit.types import Attend, ConfigError, Kernel, Spans, check_choice
 
 
 @attrs.frozen(eq=False)
-class Chosen:
+class KernelChoice:
     """A chosen kernel, and the reason why each kernel preferred to it does not fit."""
 
     name: str
@@ -83,7 +83,7 @@ def choose_kernel(
     head_size: int,
     window: int | None = None,
     softcap: float | None = None,
-) -> Chosen:
+) -> KernelChoice:
     """Return the first of some kernels that fits the attention of a model.
 
     Call it once, when the model is built: the choice does not depend on a batch.
@@ -127,7 +127,7 @@ def choose_kernel(
         if not reason and softcap is not None and not row.softcap:
             reason = "it has no soft caps"
         if not reason:
-            return Chosen(name, row.make(inputs), refused)
+            return KernelChoice(name, row.make(inputs), refused)
         refused[name] = reason
     options = f" in a window of {window}" if window is not None else ""
     options += f" with a soft cap of {softcap}" if softcap is not None else ""

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainkit.attention.choose import Chosen, choose_kernel
+from trainkit.attention.choose import KernelChoice, choose_kernel
 from trainkit.parallel.notes import Note
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ConfigError, Kernel, ParallelState
 
-_KERNEL = Note[Chosen | None]("attention", default=None)
+_KERNEL = Note[KernelChoice | None]("attention", default=None)
 
 
 def set_attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
@@ -61,7 +61,7 @@ def set_attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
                 where="attention",
                 got=list(names),
             )
-        made: dict[tuple[Any, ...], Chosen] = {}
+        made: dict[tuple[Any, ...], KernelChoice] = {}
         for layer in layers:
             window = getattr(layer, "window", None)
             softcap = getattr(layer, "softcap", None)
