@@ -3,7 +3,7 @@
 python recipes/moe.py                                   # one process, balanced without a loss
 python recipes/moe.py --balance loss                    # with the auxiliary loss instead
 torchrun --nproc-per-node 2 recipes/moe.py --ep 2       # two, each with half of the experts
-python recipes/moe.py --data FOLDER --experts 32 --chosen 4     # your text, more experts
+python recipes/moe.py --data FOLDER --experts 32 --top-k 4     # your text, more experts
 python recipes/moe.py --data FOLDER --init MODEL        # continues a Hugging Face model
 
 The frame is that of pretrain.py, whose comments explain it. The comments here are about experts.
@@ -23,7 +23,7 @@ class Config(tk.config.RunConfig):
     """Train a decoder whose layers have experts; by default a small one, on Python's library.
 
     Every layer but the first has experts in place of its MLP, and a shared expert. One
-    expert is mlp width / (chosen + 1) wide, so a token meets as many weights as in the dense size.
+    expert is mlp width / (top k + 1) wide, so a token meets as many weights as in the dense size.
     """
 
     out: Path = tk.config.option(Path("runs/moe"), on_resume="ignore")
@@ -42,7 +42,7 @@ class Config(tk.config.RunConfig):
     """The dense size that layers get experts in; see trainkit.models.list_decoder_sizes."""
     experts: int = tk.config.option(8, tk.config.positive)
     """The number of experts of a layer."""
-    chosen: int = tk.config.option(2, tk.config.positive)
+    top_k: int = tk.config.option(2, tk.config.positive)
     """The number of experts that a token goes to."""
     balance: Literal["bias", "loss"] = "bias"
     """How experts are balanced: by a bias of the choice, or by an auxiliary loss."""
@@ -71,10 +71,10 @@ def choose_model(cfg, tokenizer):
         )
     dense = tk.models.make_decoder_config(cfg.size, num_ids=tokenizer.vocab_size)
     # A multiple of 8, which grouped matrix multiplications want.
-    width = dense.mlp_width // (cfg.chosen + 1) // 8 * 8
+    width = dense.mlp_width // (cfg.top_k + 1) // 8 * 8
     experts = tk.models.Experts(
         count=cfg.experts,
-        chosen=cfg.chosen,
+        top_k=cfg.top_k,
         width=width,
         shared=width,  # an expert that every token goes to
         first=1,  # the first layer stays dense, as in DeepSeek's models

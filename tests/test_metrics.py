@@ -272,7 +272,7 @@ def test_flops_of_a_decoder_count_active_experts_and_windows():
     windows = heads(linear_parameters=0, layers=2, window=8)
     assert decoder_flops(sliding, lengths) == windows + heads(linear_parameters=trained, layers=2)
 
-    experts = Experts(count=4, chosen=1, renormalize=False, width=config.mlp_width)
+    experts = Experts(count=4, top_k=1, renormalize=False, width=config.mlp_width)
     one_of_four = decoder_flops(attrs.evolve(config, experts=experts), lengths)
     routers = 6 * sum(lengths) * config.layers * 4 * config.width
     assert one_of_four == decoder_flops(config, lengths) + routers

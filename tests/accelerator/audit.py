@@ -191,7 +191,7 @@ def test_launches_do_not_grow_with_the_number_of_documents():
 EXPERTS = attrs.evolve(
     MODEL,
     experts=models.Experts(
-        count=8, chosen=2, width=64, shared=32, scores="sigmoid", biased=True, groups=4
+        count=8, top_k=2, width=64, shared=32, scores="sigmoid", biased=True, groups=4
     ),
 )
 

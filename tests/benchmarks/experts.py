@@ -48,7 +48,7 @@ def filled(layer):
 
 
 def experts_of(count, width, inner):
-    how = Experts(count=count, chosen=CHOSEN, width=inner)
+    how = Experts(count=count, top_k=CHOSEN, width=inner)
     return filled(ExpertMlp(width, how, name="mlp", number=0, balance="batch"))
 
 

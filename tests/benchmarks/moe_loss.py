@@ -23,7 +23,7 @@ DENSE = tk.models.DecoderConfig(
     vocab_size=272, width=64, layers=4, heads=4, kv_heads=4, mlp_width=192, tied=True
 )
 EXPERTS = tk.models.Experts(
-    count=8, chosen=2, width=64, shared=64, first=1, scores="sigmoid", biased=True
+    count=8, top_k=2, width=64, shared=64, first=1, scores="sigmoid", biased=True
 )
 
 

@@ -155,7 +155,7 @@ def sparse():
         heads=2,
         kv_heads=2,
         mlp_width=8,
-        experts=Experts(count=2, chosen=1, width=8, renormalize=False),
+        experts=Experts(count=2, top_k=1, width=8, renormalize=False),
     )
 
 
@@ -226,7 +226,7 @@ CALLS = {
         "kv_heads": 2,
         "mlp_width": 8,
     },
-    "models.Experts": lambda: {"count": 4, "chosen": 2, "width": 8, "scores": "sigmoid"},
+    "models.Experts": lambda: {"count": 4, "top_k": 2, "width": 8, "scores": "sigmoid"},
     "models.Latents": lambda: {"kv_rank": 4, "plain": 2, "rotary": 2, "values": 2},
     "models.LinearScaling": lambda: {"factor": 2.0},
     "models.Llama3Scaling": lambda: {"factor": 2.0},
@@ -258,8 +258,8 @@ CALLS = {
     "models.apply_capacity": lambda: {"routing": softmax_topk(torch.zeros(3, 4), 1), "capacity": 1},
     "models.make_decoder_config": lambda: {"name": "tiny", "num_ids": 9},
     "models.pad_vocab_size": lambda: {"size": 9},
-    "models.sigmoid_topk": lambda: {"logits": torch.zeros(3, 4), "chosen": 2},
-    "models.softmax_topk": lambda: {"logits": torch.zeros(3, 4), "chosen": 2},
+    "models.sigmoid_topk": lambda: {"logits": torch.zeros(3, 4), "top_k": 2},
+    "models.softmax_topk": lambda: {"logits": torch.zeros(3, 4), "top_k": 2},
     "models.upcycle_weights": lambda: {
         "weights": init_weights(dense(), seed=0),
         "config": sparse(),

@@ -25,7 +25,7 @@ KINDS = {
     "latent": attrs.evolve(
         CONFIG, kv_heads=4, latents=Latents(query_rank=12, kv_rank=8, plain=6, rotary=4, values=10)
     ),
-    "routed": attrs.evolve(CONFIG, experts=Experts(count=4, chosen=2, width=16, shared=8)),
+    "routed": attrs.evolve(CONFIG, experts=Experts(count=4, top_k=2, width=16, shared=8)),
 }
 
 

@@ -46,7 +46,7 @@ CONFIG = attrs.evolve(
     builtin.CONFIG,
     layers=3,
     qk_norm=False,
-    experts=Experts(count=8, chosen=2, width=16, first=1),
+    experts=Experts(count=8, top_k=2, width=16, first=1),
 )
 BIASED = attrs.evolve(CONFIG, experts=attrs.evolve(builtin.EXPERTS, first=0, scale=2.5, jitter=0.0))
 
@@ -216,15 +216,15 @@ def test_what_does_not_fit_is_refused(choose, message):
     with pytest.raises(ValueError, match="cannot be chosen from 1 of 3 equal groups"):
         sigmoid_topk(torch.zeros(3, 4), 1, groups=3)
     with pytest.raises(ConfigError, match="9 of 8 experts"):
-        Experts(count=8, chosen=9, width=4)
+        Experts(count=8, top_k=9, width=4)
     with pytest.raises(ConfigError, match="are for scores='sigmoid'"):
-        Experts(count=8, chosen=2, width=4, biased=True)
+        Experts(count=8, top_k=2, width=4, biased=True)
     with pytest.raises(ConfigError, match="trains no router; set renormalize=False"):
-        Experts(count=8, chosen=1, width=4)
+        Experts(count=8, top_k=1, width=4)
     with pytest.raises(ConfigError, match="shared must be at least 0 and finite, got -4"):
-        Experts(count=8, chosen=2, width=4, shared=-4)
+        Experts(count=8, top_k=2, width=4, shared=-4)
     with pytest.raises(ValueError, match="experts must be in some of the 3 layers"):
-        attrs.evolve(CONFIG, experts=Experts(count=8, chosen=2, width=4, first=99))
+        attrs.evolve(CONFIG, experts=Experts(count=8, top_k=2, width=4, first=99))
     with pytest.raises(ValueError, match=r"sigmoid_topk: bias must be \[4\]"):
         sigmoid_topk(torch.zeros(3, 4), 1, bias=torch.zeros(4, 1))
     with pytest.raises(ValueError, match='Decoder: balance must be "batch"'):
@@ -524,7 +524,7 @@ def test_what_experts_have_no_room_for_is_left_out_and_counted():
     assert torch.equal(outs[1]["dropped"], (load - room).clamp(min=0).sum(-1))
     assert (outs[1]["dropped"] >= choices // 4 - 8).all()
     with pytest.raises(ConfigError, match="capacity must be at least 0"):
-        Experts(count=8, chosen=2, width=16, capacity=-1.0)
+        Experts(count=8, top_k=2, width=16, capacity=-1.0)
 
 
 def test_jitter_is_for_the_router_alone_and_experts_compute_on_the_tokens():

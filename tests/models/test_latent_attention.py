@@ -47,7 +47,7 @@ YARN = YarnScaling(factor=8.0, original_length=32, beta_fast=4.0, mscale=0.7)
 
 EXPERTS = Experts(
     count=8,
-    chosen=3,
+    top_k=3,
     width=16,
     shared=32,
     first=1,
@@ -242,6 +242,6 @@ def test_mixtures_have_their_published_numbers_of_parameters(name):
 def test_active_parameters_are_those_of_the_dense_model_of_the_same_width():
     config = make_decoder_config("tiny")
     assert count_active_parameters(config) == count_parameters(config)
-    sparse = attrs.evolve(config, experts=Experts(count=8, chosen=2, width=config.mlp_width // 2))
+    sparse = attrs.evolve(config, experts=Experts(count=8, top_k=2, width=config.mlp_width // 2))
     routers = 8 * config.width * config.layers
     assert count_active_parameters(sparse) == count_parameters(config) + routers

@@ -66,10 +66,10 @@ def test_capacity_is_a_part_of_the_choices_and_never_nothing(counts, factor):
 def test_a_capacity_or_noise_that_means_nothing_is_refused():
     for wrong in (-1.0, math.inf, math.nan):
         with pytest.raises(ConfigError, match="capacity must be at least 0 and finite"):
-            Experts(count=8, chosen=2, width=4, capacity=wrong)
+            Experts(count=8, top_k=2, width=4, capacity=wrong)
     for wrong in (-0.1, 1.0, math.nan):
         with pytest.raises(ConfigError, match=r"jitter must be in \[0, 1\)"):
-            Experts(count=8, chosen=2, width=4, jitter=wrong)
+            Experts(count=8, top_k=2, width=4, jitter=wrong)
         with pytest.raises(ValueError, match=r"add_jitter: amount must be in \[0, 1\)"):
             add_jitter(torch.ones(2, 4), torch.zeros(2).long(), name="mlp", amount=wrong)
     with pytest.raises(ValueError, match=r"add_jitter: noise_key must be \[2\].*got \[3\]"):

@@ -25,10 +25,10 @@ from trainkit.tools.testing.builtin import decoder_batch
 from trainkit.types import CheckpointError, ConfigError, Layout
 
 DENSE = DecoderConfig(vocab_size=64, width=32, layers=3, heads=4, kv_heads=2, mlp_width=48)
-COPIES = attrs.evolve(DENSE, experts=Experts(count=6, chosen=2, width=48, first=1))
-SCALED = Experts(count=6, chosen=2, width=48, scores="sigmoid", biased=True, scale=2.0)
+COPIES = attrs.evolve(DENSE, experts=Experts(count=6, top_k=2, width=48, first=1))
+SCALED = Experts(count=6, top_k=2, width=48, scores="sigmoid", biased=True, scale=2.0)
 # 4 parts and a scale of 2: fp32 weights are multiplied by them without rounding.
-SLICES = attrs.evolve(DENSE, experts=Experts(count=8, chosen=4, width=12, first=1))
+SLICES = attrs.evolve(DENSE, experts=Experts(count=8, top_k=4, width=12, first=1))
 WEIGHTS = init_weights(DENSE, seed=0)
 
 
@@ -155,9 +155,9 @@ def test_weights_that_say_what_they_hold_are_used_up():
     ("experts", "message"),
     [
         (None, "the config has no experts"),
-        (Experts(count=4, chosen=2, width=48, shared=16), "shared expert of 16 columns"),
-        (Experts(count=4, chosen=2, width=32), "4 experts of 32 columns .* an MLP of 48"),
-        (Experts(count=4, chosen=2, width=16), "4 experts of 16 columns .* multiple of the number"),
+        (Experts(count=4, top_k=2, width=48, shared=16), "shared expert of 16 columns"),
+        (Experts(count=4, top_k=2, width=32), "4 experts of 32 columns .* an MLP of 48"),
+        (Experts(count=4, top_k=2, width=16), "4 experts of 16 columns .* multiple of the number"),
     ],
 )
 def test_experts_that_a_dense_mlp_does_not_make_are_refused(experts, message):

@@ -105,7 +105,7 @@ REFUSED = [
     (partial(check, ep=2, dp_shard=2), "no experts to shard over ep = 2; set ep to 1"),
     (
         partial(
-            check, attrs.evolve(TINY, experts=Experts(count=6, chosen=2, width=8)), ep=4, dp_shard=4
+            check, attrs.evolve(TINY, experts=Experts(count=6, top_k=2, width=8)), ep=4, dp_shard=4
         ),
         "6 experts do not divide by ep = 4; set ep to 1, 2, 3 or 6",
     ),

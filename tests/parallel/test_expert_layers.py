@@ -207,7 +207,7 @@ def test_a_token_reaches_no_more_nodes_than_the_groups_it_may_choose():
     assert max(len(set(row // 2)) for row in sigmoid_topk(logits, 8).indices.numpy() // 4) > chosen
 
 
-IN_GROUPS = attrs.evolve(EXPERTS, count=16, chosen=4, groups=4, groups_chosen=2)
+IN_GROUPS = attrs.evolve(EXPERTS, count=16, top_k=4, groups=4, groups_chosen=2)
 
 
 def of_groups(experts):

@@ -25,7 +25,7 @@ from trainkit.post.generation.generate import generate_sharded
 from trainkit.tools.testing import run_ranks
 
 SMALL = attrs.evolve(CONFIG, vocab_size=32)
-ROUTED = attrs.evolve(SMALL, experts=Experts(count=4, chosen=2, width=16))
+ROUTED = attrs.evolve(SMALL, experts=Experts(count=4, top_k=2, width=16))
 PROMPTS = [[3, 1, 4], [5, 9, 2, 6, 5]]
 LAYOUTS = [
     pytest.param(

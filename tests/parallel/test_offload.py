@@ -296,7 +296,7 @@ def test_in_every_layout_gradients_are_the_same_bit_for_bit():
             assert alive == 0, name
 
 
-EXPERTS = attrs.evolve(CONFIG, experts=Experts(count=4, chosen=2, width=16))
+EXPERTS = attrs.evolve(CONFIG, experts=Experts(count=4, top_k=2, width=16))
 
 
 def with_experts():

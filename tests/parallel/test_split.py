@@ -75,7 +75,7 @@ def test_a_layer_costs_what_a_token_meets_of_it():
 
 
 def test_layers_without_experts_are_cut_by_what_they_cost():
-    experts = tk.models.Experts(count=8, chosen=1, width=32, first=2, renormalize=False)
+    experts = tk.models.Experts(count=8, top_k=1, width=32, first=2, renormalize=False)
     config = attrs.evolve(CONFIG, layers=10, mlp_width=256, experts=experts)
     blocks, *_ = decoder_costs(config)
     assert blocks[0] == blocks[1] > 3 * blocks[2] == 3 * blocks[9]

@@ -61,7 +61,7 @@ KINDS = ("perplexity", "choices", "score")
 
 
 def test_a_mixture_of_experts_is_evaluated_too(home):
-    experts = Experts(count=4, chosen=2, width=16)
+    experts = Experts(count=4, top_k=2, width=16)
     saved_run(
         home / "mixed",
         make_decoder_config(

@@ -327,7 +327,7 @@ def test_it_begins_with_a_hugging_face_folder_and_its_tokenizer(base, flags_of, 
 
 @pytest.mark.skipif(not can_shard_bytes(), reason="FSDP of this torch shards no bytes")
 def test_a_mixture_is_fine_tuned_with_adapters_of_its_experts(flags_of, tmp_path):
-    experts = Experts(count=4, chosen=2, width=16)
+    experts = Experts(count=4, top_k=2, width=16)
     mixture = make_decoder_config("tiny", layers=1, width=512, vocab_size=272, experts=experts)
     saved_run(tmp_path / "run", mixture)
     folder = str(tmp_path / "mixture")

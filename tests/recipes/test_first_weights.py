@@ -16,7 +16,7 @@ from trainkit.types import TrainState
 from trainkit.weights.checkpoint import save_checkpoint
 
 WORDS = models.pad_vocab_size(open_tokenizer("bytes").vocab_size)
-EXPERTS = models.Experts(count=4, chosen=2, width=16, scores="softmax")
+EXPERTS = models.Experts(count=4, top_k=2, width=16, scores="softmax")
 COMMON = "--rows 2 --microbatch 2 --warmup 1 --schedule-steps 4 --save-every 1"
 FLAGS = {
     "finetune": "--row-length 64 --eval-every 0 --cache None",

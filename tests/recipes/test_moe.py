@@ -203,7 +203,7 @@ def make_folder(home, name, config):
 
 
 def test_a_folder_of_a_mixture_is_gone_on_from_and_one_without_experts_is_refused(text, tmp_path):
-    experts = models.Experts(count=4, chosen=2, width=32, scores="softmax")
+    experts = models.Experts(count=4, top_k=2, width=32, scores="softmax")
     dense = make_decoder_config("tiny", layers=2, vocab_size=272)
     model, mixture = make_folder(tmp_path, "mix", attrs.evolve(dense, experts=experts))
     begun = flags_of(tmp_path / "out", text, 1, "--init", mixture, "--lr", 1e-30)
@@ -232,7 +232,7 @@ def test_a_run_in_the_place_of_a_folder_is_refused_with_the_command_that_makes_o
 
 
 def test_experts_that_cannot_be_are_refused(text, tmp_path):
-    code, what = refusal("moe", *flags_of(tmp_path, text, 1, "--chosen", 9))
+    code, what = refusal("moe", *flags_of(tmp_path, text, 1, "--top-k", 9))
     assert (code, "9 of 8 experts cannot be chosen" in what) == (64, True), what
     code, what = refusal("moe", *flags_of(tmp_path, text, 1, "--balance", "hope"))
     assert (code, "balance" in what) == (64, True), what

@@ -282,9 +282,9 @@ class Experts:
         ConfigError: A value is out of its range, or the choices do not fit the experts.
 
     Examples:
-        >>> Experts(count=8, chosen=2, width=128).scores
+        >>> Experts(count=8, top_k=2, width=128).scores
         'softmax'
-        >>> Experts(count=8, chosen=9, width=128)
+        >>> Experts(count=8, top_k=9, width=128)
         Traceback (most recent call last):
         ...
         trainkit.types.ConfigError: Experts: 9 of 8 experts cannot be chosen from 1 of 1 equal...
@@ -293,7 +293,7 @@ class Experts:
     count: int = attrs.field(validator=_POSITIVE)
     """The number of experts of a layer, E."""
 
-    chosen: int = attrs.field(validator=_POSITIVE)
+    top_k: int = attrs.field(validator=_POSITIVE)
     """The number of experts of a token, k."""
 
     width: int = attrs.field(validator=_POSITIVE)
@@ -344,7 +344,7 @@ class Experts:
     def __attrs_post_init__(self) -> None:
         try:
             # `sigmoid_topk` raises the same as a ValueError; a config is the user's input.
-            check_groups("Experts", self.count, self.chosen, self.groups, self.groups_chosen)
+            check_groups("Experts", self.count, self.top_k, self.groups, self.groups_chosen)
         except ValueError as error:
             raise ConfigError(str(error), where="experts", got=attrs.asdict(self)) from None
         if self.scores == "softmax" and (self.biased or self.groups > 1 or self.scale != 1):
@@ -353,9 +353,9 @@ class Experts:
                 where="experts",
                 got=attrs.asdict(self),
             )
-        if self.chosen == 1 and self.renormalize and self.scores == "softmax":
+        if self.top_k == 1 and self.renormalize and self.scores == "softmax":
             raise ConfigError(
-                "Experts: chosen=1 with renormalize=True gives weights of 1, and trains no router; "
+                "Experts: top_k=1 with renormalize=True gives weights of 1, and trains no router; "
                 "set renormalize=False",
                 where="renormalize",
             )
@@ -364,22 +364,22 @@ class Experts:
         """Return the indices of the layers with experts, in a model of `layers` layers.
 
         Examples:
-            >>> Experts(count=8, chosen=2, width=128, first=1, every=2).layers(6)
+            >>> Experts(count=8, top_k=2, width=128, first=1, every=2).layers(6)
             [1, 3, 5]
         """
         return [i for i in range(layers) if i >= self.first and (i + 1) % self.every == 0]
 
 
-def check_groups(where: str, experts: int, chosen: int, groups: int, groups_chosen: int) -> None:
+def check_groups(where: str, experts: int, top_k: int, groups: int, groups_chosen: int) -> None:
     """Raise ValueError unless a token can choose its experts from some of the equal groups.
 
     Raises:
         ValueError: The groups do not divide the experts, or those of a token have too few.
     """
     check_range(where, at_least=1, groups=groups, groups_chosen=groups_chosen)
-    if experts % groups or groups_chosen > groups or chosen > groups_chosen * (experts // groups):
+    if experts % groups or groups_chosen > groups or top_k > groups_chosen * (experts // groups):
         raise ValueError(
-            f"{where}: {chosen} of {experts} experts cannot be chosen from {groups_chosen} of "
+            f"{where}: {top_k} of {experts} experts cannot be chosen from {groups_chosen} of "
             f"{groups} equal groups"
         )
 
@@ -684,7 +684,7 @@ def count_active_parameters(config: DecoderConfig) -> int:
         >>> config = DecoderConfig(
         ...     vocab_size=10, width=4, layers=1, heads=1, kv_heads=1, mlp_width=8
         ... )
-        >>> sparse = attrs.evolve(config, experts=Experts(count=8, chosen=2, width=4))
+        >>> sparse = attrs.evolve(config, experts=Experts(count=8, top_k=2, width=4))
         >>> count_active_parameters(config), count_active_parameters(sparse)
         (252, 284)
     """
@@ -698,11 +698,11 @@ def idle_parameters(config: DecoderConfig) -> int:
         >>> config = DecoderConfig(
         ...     vocab_size=10, width=4, layers=1, heads=1, kv_heads=1, mlp_width=8
         ... )
-        >>> idle_parameters(attrs.evolve(config, experts=Experts(count=8, chosen=2, width=4)))
+        >>> idle_parameters(attrs.evolve(config, experts=Experts(count=8, top_k=2, width=4)))
         288
     """
     experts = config.experts
     if experts is None:
         return 0
     # A SwiGLU has three matrices: gate, up and down.
-    return (experts.count - experts.chosen) * 3 * config.width * experts.width
+    return (experts.count - experts.top_k) * 3 * config.width * experts.width

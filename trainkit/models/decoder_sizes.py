@@ -45,9 +45,9 @@ def list_decoder_sizes() -> dict[str, DecoderConfig]:
         rope_theta=1_000_000.0,
         qk_norm=True,
     )
-    of_8 = Experts(count=8, chosen=2, width=14_336)
-    small_of_128 = Experts(count=128, chosen=8, width=768)
-    large_of_128 = Experts(count=128, chosen=8, width=1_536)
+    of_8 = Experts(count=8, top_k=2, width=14_336)
+    small_of_128 = Experts(count=128, top_k=8, width=768)
+    large_of_128 = Experts(count=128, top_k=8, width=1_536)
     return {
         # width, layers, heads, kv_heads, mlp_width
         "tiny": small(128, 4, 4, 4, 384, vocab_size=272),
@@ -97,7 +97,7 @@ _DEEPSEEK_V3 = DecoderConfig(
     rope_scaling=YarnScaling(factor=40.0, original_length=4_096),
     experts=Experts(
         count=256,
-        chosen=8,
+        top_k=8,
         width=2_048,
         shared=2_048,
         first=3,

@@ -103,7 +103,7 @@ def check_tape(
         None on a CPU. On a GPU queues kernels and one assertion, without a host sync.
 
     Examples:
-        >>> experts = Experts(count=4, chosen=2, width=8)
+        >>> experts = Experts(count=4, top_k=2, width=8)
         >>> tape = RoutingTape({"0": torch.tensor([[0, 9]])})
         >>> check_tape(tape, ["0"], experts, is_token=torch.tensor([True]))
         Traceback (most recent call last):
@@ -117,7 +117,7 @@ def check_tape(
             f"RoutingTape: it has the choices of {', '.join(tape.choices)}; the model's expert "
             f"layers are {', '.join(layers)}"
         )
-    shape = (is_token.numel(), experts.chosen)
+    shape = (is_token.numel(), experts.top_k)
     expected = f"int64 {list(shape)}, of each token distinct ones in [0, {experts.count})"
     unread: list[Tensor] = []
     for name, x in tape.choices.items():
@@ -303,7 +303,7 @@ class Router(nn.Module):
         if config.scores == "softmax":
             routing = softmax_topk(
                 logits,
-                config.chosen,
+                config.top_k,
                 renormalize=config.renormalize,
                 is_token=is_token,
                 indices=indices,
@@ -311,7 +311,7 @@ class Router(nn.Module):
         else:
             routing = sigmoid_topk(
                 logits,
-                config.chosen,
+                config.top_k,
                 bias=self.bias,
                 groups=config.groups,
                 groups_chosen=config.groups_chosen,
@@ -494,7 +494,7 @@ def update_routers_(
             in 16 bits, where small changes would be lost.
 
     Examples:
-        >>> experts = Experts(count=4, chosen=2, width=8, scores="sigmoid", biased=True)
+        >>> experts = Experts(count=4, top_k=2, width=8, scores="sigmoid", biased=True)
         >>> layer = ExpertMlp(8, experts, name="layers.0.mlp", number=0, balance="batch")
         >>> update_routers_([layer], torch.tensor([[6, 0, 1, 1]]), rate=0.01)
         tensor([[-0.0100,  0.0100,  0.0100,  0.0100]])

@@ -36,7 +36,7 @@ class Routing(NamedTuple):
 
 def softmax_topk(
     logits: Tensor,
-    chosen: int,
+    top_k: int,
     *,
     renormalize: bool = True,
     is_token: Tensor | None = None,
@@ -46,14 +46,14 @@ def softmax_topk(
 
     Args:
         logits: Floating point `[T, E]`.
-        chosen: k, experts per token.
+        top_k: k, experts per token.
         renormalize: Divide a token's weights by their sum, so that they sum to 1.
         is_token: bool `[T]`, False for padding, which goes to no expert; by default all are tokens.
         indices: int64 `[T, k]`, choices to replay (`RoutingTape`); weights still follow from these
             logits.
 
     Raises:
-        ValueError: `chosen` is not in [1, E], or shapes do not fit.
+        ValueError: `top_k` is not in [1, E], or shapes do not fit.
 
     References:
         Shazeer et al., "Outrageously large neural networks" (2017); Jiang et al., "Mixtral of
@@ -64,10 +64,10 @@ def softmax_topk(
         >>> routing.indices.tolist(), routing.counts.tolist(), routing.weights.tolist()
         ([[0], [2]], [1, 0, 1], [[1.0], [1.0]])
     """
-    _check("softmax_topk", logits, chosen, is_token, indices)
+    _check("softmax_topk", logits, top_k, is_token, indices)
     shares = _to_fp32(logits).softmax(-1)
     if indices is None:
-        indices = shares.detach().topk(chosen, -1).indices
+        indices = shares.detach().topk(top_k, -1).indices
     indices = _mask_padding(indices, is_token, 0)
     weights = shares.gather(-1, indices)
     if renormalize:  # a replayed choice may have a weight of 0
@@ -77,7 +77,7 @@ def softmax_topk(
 
 def sigmoid_topk(
     logits: Tensor,
-    chosen: int,
+    top_k: int,
     *,
     bias: Tensor | None = None,
     groups: int = 1,
@@ -95,7 +95,7 @@ def sigmoid_topk(
 
     Args:
         logits: Floating point `[T, E]`.
-        chosen: k, experts per token.
+        top_k: k, experts per token.
         bias: `[E]`, added to the scores for the choice.
         groups: The number of groups of consecutive experts.
         groups_chosen: The number of groups that a token may choose experts from.
@@ -106,7 +106,7 @@ def sigmoid_topk(
 
     Raises:
         ValueError: As `softmax_topk`, or the groups do not divide the experts, those chosen hold
-            fewer than `chosen` experts, or `scale` is not above 0.
+            fewer than `top_k` experts, or `scale` is not above 0.
 
     References:
         DeepSeek-AI, "DeepSeek-V3 technical report" (2024), section 2.1.2.
@@ -118,18 +118,18 @@ def sigmoid_topk(
         >>> sigmoid_topk(logits, 2, groups=2).indices.sort().values.tolist()
         [[0, 1]]
     """
-    _check("sigmoid_topk", logits, chosen, is_token, indices)
+    _check("sigmoid_topk", logits, top_k, is_token, indices)
     if bias is not None and bias.shape != logits.shape[-1:]:
         raise ValueError(
             f"sigmoid_topk: bias must be [{logits.shape[-1]}], one for each expert, got "
             f"{tuple(bias.shape)}"
         )
     check_range("sigmoid_topk", above=0, scale=scale)
-    check_groups("sigmoid_topk", logits.shape[-1], chosen, groups, groups_chosen)
+    check_groups("sigmoid_topk", logits.shape[-1], top_k, groups, groups_chosen)
     scores = _to_fp32(logits).sigmoid()
     if indices is None:
         biased = scores.detach() if bias is None else scores.detach() + bias
-        indices = _mask_groups(biased, groups, groups_chosen).topk(chosen, -1).indices
+        indices = _mask_groups(biased, groups, groups_chosen).topk(top_k, -1).indices
     # Padding points at expert 0 for the gather; `_make_routing` then points it at none.
     indices = _mask_padding(indices, is_token, 0)
     weights = scores.gather(-1, indices)
@@ -304,7 +304,7 @@ def add_jitter(x: Tensor, noise_key: Tensor, *, name: str, amount: float) -> Ten
 
 
 def _check(
-    function: str, logits: Tensor, chosen: int, is_token: Tensor | None, indices: Tensor | None
+    function: str, logits: Tensor, top_k: int, is_token: Tensor | None, indices: Tensor | None
 ) -> None:
     if logits.ndim != 2 or not logits.is_floating_point():
         raise ValueError(
@@ -312,12 +312,12 @@ def _check(
             f"{tuple(logits.shape)}"
         )
     tokens, experts = logits.shape
-    if not 1 <= chosen <= experts:
-        raise ValueError(f"{function}: {chosen} of {experts} experts cannot be chosen")
+    if not 1 <= top_k <= experts:
+        raise ValueError(f"{function}: {top_k} of {experts} experts cannot be chosen")
     if is_token is not None and is_token.shape != (tokens,):
         raise ValueError(f"{function}: is_token must be [{tokens}], got {tuple(is_token.shape)}")
-    if indices is not None and indices.shape != (tokens, chosen):
+    if indices is not None and indices.shape != (tokens, top_k):
         raise ValueError(
-            f"{function}: indices must be [{tokens}, {chosen}], one for each choice, got "
+            f"{function}: indices must be [{tokens}, {top_k}], one for each choice, got "
             f"{tuple(indices.shape)}"
         )

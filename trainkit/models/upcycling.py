@@ -47,7 +47,7 @@ def upcycle_weights(
         >>> dense = DecoderConfig(
         ...     vocab_size=64, width=16, layers=1, heads=2, kv_heads=2, mlp_width=32
         ... )
-        >>> sparse = attrs.evolve(dense, experts=Experts(count=4, chosen=2, width=32))
+        >>> sparse = attrs.evolve(dense, experts=Experts(count=4, top_k=2, width=32))
         >>> upcycled = upcycle_weights(init_weights(dense, seed=0), sparse, seed=1)
         >>> first, third = (
         ...     upcycled("layers.0.mlp.experts.up", (1, 32, 16), (e, 0, 0)) for e in (0, 2)

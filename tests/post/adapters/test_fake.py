@@ -88,7 +88,7 @@ def test_experts_round_what_they_multiply():
         for p in plain.parameters():
             p.copy_(quantize_dequantize(p, "nvfp4"))
     model = nn.ModuleDict(
-        {"router": Router(32, Experts(count=3, chosen=2, width=64)), "experts": experts}
+        {"router": Router(32, Experts(count=3, top_k=2, width=64)), "experts": experts}
     )
     fake_quantize("nvfp4", modules="experts")(model, SOLO)
     rows, counts = normal(7, 32), torch.tensor([2, 0, 5])

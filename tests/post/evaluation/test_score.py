@@ -22,7 +22,7 @@ from trainkit.tools.testing import run_ranks
 from trainkit.types import Hidden, Layout, NumericsError
 
 SMALL = attrs.evolve(CONFIG, vocab_size=32)
-MIXED = attrs.evolve(SMALL, experts=Experts(count=4, chosen=2, width=8))
+MIXED = attrs.evolve(SMALL, experts=Experts(count=4, top_k=2, width=8))
 CONTEXT = 20
 LAYOUTS = [
     pytest.param(2, [Layout(pp=2), Layout(tp=2), Layout(), Layout(dp_shard=2, ep=2)], id="2"),

@@ -21,7 +21,7 @@ GROUPED = attrs.evolve(CONFIG, kv_heads=2, qk_norm=True)
 LATENT = attrs.evolve(
     CONFIG, kv_heads=4, latents=Latents(query_rank=12, kv_rank=8, plain=6, rotary=4, values=10)
 )
-ROUTED = attrs.evolve(CONFIG, experts=Experts(count=4, chosen=2, width=16, first=1))
+ROUTED = attrs.evolve(CONFIG, experts=Experts(count=4, top_k=2, width=16, first=1))
 PROMPT = [3, 1, 4, 1, 5]
 PROMPTS = [PROMPT, [9], [2, 6, 5, 3, 5, 8, 9, 7], [9, 3]]
 GREEDY = Sampling(temperature=0)

@@ -271,7 +271,7 @@ def test_a_sampler_that_is_not_the_trainer_is_refused():
 
 
 def test_experts_that_a_sampler_took_are_those_that_are_trained():
-    experts = Experts(count=4, chosen=2, width=8)
+    experts = Experts(count=4, top_k=2, width=8)
     model = build_decoder(
         make_decoder_config("tiny", layers=2, width=32, heads=2, kv_heads=2, experts=experts),
         seed=0,

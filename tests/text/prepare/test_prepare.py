@@ -1170,7 +1170,7 @@ def test_the_help_shows_a_column_of_choices_that_a_model_takes():
     assert (name, column.of) == ("choices", "token")
     tape, values = RoutingTape(), np.zeros((1, 3, 1, *column.inner), column.dtype)
     preload_(tape, ["mlp"], torch.from_numpy(values) + torch.arange(2, dtype=torch.uint8))
-    experts = Experts(count=2, chosen=2, width=8)
+    experts = Experts(count=2, top_k=2, width=8)
     check_tape(tape, ["mlp"], experts, is_token=torch.ones(3, dtype=torch.bool))
 
 

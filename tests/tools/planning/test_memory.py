@@ -39,8 +39,8 @@ def config(**changes):
     return attrs.evolve(CONFIG, **changes)
 
 
-def routed(count=8, chosen=2, width=96, *, layers=2, words=600, **changes):
-    experts = Experts(count=count, chosen=chosen, width=width, **changes)
+def routed(count=8, top_k=2, width=96, *, layers=2, words=600, **changes):
+    experts = Experts(count=count, top_k=top_k, width=width, **changes)
     return config(experts=experts, layers=layers, vocab_size=words)
 
 
@@ -143,7 +143,7 @@ SOLO = {
         latent(WIDE_HEADS, mlp_width=64), recompute="full"
     ),
     "latents and experts": long(
-        latent(experts=Experts(count=16, chosen=4, width=16, shared=16, first=1))
+        latent(experts=Experts(count=16, top_k=4, width=16, shared=16, first=1))
     ),
     "many scores": job(routed(256, 8, 16, layers=1, words=64), row_length=1_024, rows=1),
 }

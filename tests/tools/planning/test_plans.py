@@ -144,7 +144,7 @@ def test_axes_that_are_not_folded_are_summed_over_not_sharded(fold, fsdp, axis):
 
 
 def test_the_rank_with_the_highest_peak_may_be_the_first_with_experts():
-    experts = Experts(count=64, chosen=1, width=128, first=2, renormalize=False)
+    experts = Experts(count=64, top_k=1, width=128, first=2, renormalize=False)
     config = attrs.evolve(TINY, layers=8, experts=experts)
     layout = Layout(pp=8, dp_shard=2)
     assert [find_part(job(config=config), layout, rank).experts for rank in range(3)] == [0, 0, 1]
@@ -154,7 +154,7 @@ def test_the_rank_with_the_highest_peak_may_be_the_first_with_experts():
 
 
 def test_strided_experts_send_tokens_between_nodes_and_weights_inside():
-    experts = Experts(count=8, chosen=2, width=128, renormalize=False)
+    experts = Experts(count=8, top_k=2, width=128, renormalize=False)
     mixture, slow = job(config=attrs.evolve(TINY, experts=experts)), {"bf16": 1e6, "fp32": 1e6}
     adjacent = Layout(dp_shard=8, ep=2)
     strided = attrs.evolve(adjacent, ep_adjacent=False)

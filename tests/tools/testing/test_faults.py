@@ -186,7 +186,7 @@ def test_a_number_that_is_not_finite_spoils_one_step_and_moves_nothing(layout):
 
 @pytest.mark.parametrize("fault", ["nan_loss_at", "nan_gradient_at"])
 def test_a_fault_reaches_routed_outputs_and_parameters_that_are_shown_cast(fault):
-    experts = Experts(count=4, chosen=2, width=8, first=1)
+    experts = Experts(count=4, top_k=2, width=8, first=1)
     model = make_decoder_config("tiny", layers=2, width=16, heads=2, kv_heads=2, experts=experts)
     model = tk.parallel.mixed_precision(torch.bfloat16)(
         Decoder(model, head="hidden"), tk.solo_parallel()

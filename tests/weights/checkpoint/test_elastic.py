@@ -265,7 +265,7 @@ CONFIG = DecoderConfig(
     heads=2,
     kv_heads=1,
     mlp_width=8,
-    experts=Experts(count=12, chosen=2, width=8, first=1, scores="sigmoid", biased=True),
+    experts=Experts(count=12, top_k=2, width=8, first=1, scores="sigmoid", biased=True),
 )
 
 

@@ -252,7 +252,7 @@ def _estimate_mlp(job: Job, tp: int) -> _Half:
 def _estimate_experts(job: Job, layout: Layout) -> _Half:
     experts, d, tp = job.config.experts, job.config.width, layout.tp
     assert experts is not None
-    k, f, shared = experts.chosen, experts.width, experts.shared
+    k, f, shared = experts.top_k, experts.width, experts.shared
     item, again = job.itemsize / tp, job.recompute != "none"
     low = job.itemsize != FP32
     # In low precision the router has its own input in fp32; then only a shared expert saves this.

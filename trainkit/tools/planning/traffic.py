@@ -152,7 +152,7 @@ def _estimate_expert_parallel(job: Job, layout: Layout, pp_rank: int) -> Iterato
     mode = read_mode(job.recompute)
     forwards = 1 if mode is None or "exchanges" in mode.every else 2
     exchanges = 2 * (1 + forwards)  # dispatch and combine, of each forward and of backward
-    rows = tokens_per_microbatch(job, layout) // layout.tp * experts.chosen
+    rows = tokens_per_microbatch(job, layout) // layout.tp * experts.top_k
     data = exchanges * rows * job.config.width * job.itemsize + forwards * experts.count * _INT64
     yield Transfer("ep", layout.ep, "all_to_all", runs * (exchanges + forwards), runs * data)
 

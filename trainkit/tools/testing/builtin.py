@@ -89,7 +89,7 @@ def half_frozen(config: models.DecoderConfig) -> nn.Module:
 # All features of a router at once, and a dense first layer (`first=1`).
 EXPERTS = models.Experts(
     count=8,
-    chosen=2,
+    top_k=2,
     width=16,
     shared=16,
     first=1,

@@ -453,7 +453,7 @@ _MIXTRAL = Family(
         # Every layer has experts, so `mlp_width` has no effect, but a decoder needs one.
         "intermediate_size": ("mlp_width", "experts.width"),
         "num_local_experts": "experts.count",
-        "num_experts_per_tok": "experts.chosen",
+        "num_experts_per_tok": "experts.top_k",
     },
     aliases={"num_experts": "num_local_experts"},
     defaults={
@@ -486,7 +486,7 @@ _QWEN3_MOE = Family(
     keys={
         **_KEYS,
         "num_experts": "experts.count",
-        "num_experts_per_tok": "experts.chosen",
+        "num_experts_per_tok": "experts.top_k",
         "moe_intermediate_size": "experts.width",
         "norm_topk_prob": "experts.renormalize",
         "decoder_sparse_step": "experts.every",
@@ -526,7 +526,7 @@ def _count_shared(shared: int, config: DecoderConfig) -> int:
 
 _SIGMOID_KEYS = {
     "n_routed_experts": "experts.count",
-    "num_experts_per_tok": "experts.chosen",
+    "num_experts_per_tok": "experts.top_k",
     "moe_intermediate_size": "experts.width",
     "n_shared_experts": Key("experts.shared", _shared_experts, _count_shared),
     "first_k_dense_replace": "experts.first",
