@@ -662,9 +662,10 @@ class ParallelState:
     world = pp x dp_replicate x dp_shard x ring x ulysses x tp, outermost first. Derived axes: `dp`
     = dp_replicate x dp_shard (ranks that read different rows), `sp` = ring x ulysses, `loss` = dp x
     sp (ranks that hold distinct tokens), `fsdp` = what parameters are sharded over (dp_shard, and
-    the part of sp that `fold_sp` names), `sp_unfolded` = the rest of sp, `fsdp` = expert_fsdp x ep.
-    An axis that is not used has size 1, never None. Parameters are on slices of `mesh`, those of
-    experts sharded over ep on slices of `expert_mesh`, which is `mesh` without ep.
+    the part of sp that `fold_sp` names), `sp_unfolded` = the rest of sp. For experts, the ranks of
+    `fsdp` are divided once more: fsdp = expert_fsdp x ep, each ep rank holds other experts, and
+    `expert_fsdp` is what these are sharded over. An axis that is not used has size 1, never None.
+    Parameters are on slices of `mesh`, those of experts sharded over ep on slices of `expert_mesh`.
     """
 
     world: Axis

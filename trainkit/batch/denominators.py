@@ -1,4 +1,7 @@
-"""Denominators of a step's sums: counts over the global batch, one for all terms or one each."""
+"""Division of a step's sums by their denominator, one for all terms or one for each.
+
+`batches.py` counts the denominators, over the global batch.
+"""
 
 from __future__ import annotations
 

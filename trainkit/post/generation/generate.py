@@ -620,7 +620,8 @@ def _make_window_batch(text: _Text, context: int, previous: KVCache | None) -> d
 
 def _make_batch(ids: Tensor, lengths: Sequence[int], positions: Tensor) -> dict[str, Any]:
     """Return a batch of one row with several documents."""
-    # One row of all documents, each of which attends only to itself.
+    # One row of all documents, each of which attends only to itself. It is `spans` that separate
+    # them: of document ids `call_with_cache` reads only that none is below 0, which is padding.
     spans = Spans(
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=ids.device),
         lengths=np.array(lengths),
