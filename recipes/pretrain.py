@@ -19,7 +19,8 @@ import trainkit as tk
 
 
 # Each field is a flag, --eval-every for eval_every, and the text below it is what --help prints.
-# `on_resume` says whether a run may be resumed with another value; by default it may not.
+# `on_resume` says whether a run may be resumed with another value: "refuse" (the default), "ask"
+# (only with --allow-change NAME), "allow", or "ignore" (it is not even compared).
 @attrs.frozen(kw_only=True)
 class Config(tk.config.RunConfig):
     """Train a decoder from scratch; by default a small one, on the source of Python's library."""
@@ -76,7 +77,8 @@ def build(cfg, ps, model, first):
         attention=cfg.attention,
         offload=cfg.offload_activations,
     )
-    # New weights are a function of seed, name and index: the same numbers in every layout.
+    # New weights are a function of seed, name and index: the same numbers in every layout. With
+    # --init they are those of a folder. (A run that resumes reads its own checkpoint, in `train`.)
     weights = tk.models.init_weights(model, seed=cfg.seed)
     if first.source and not first.resume_from:
         weights = tk.adapters.open_base_weights(first.source, axis=ps.world)
@@ -115,9 +117,9 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     )
 
     def train_step(state, batch):
-        # The number of labels in the global batch, over all ranks that hold different tokens.
-        # It is known before the first forward pass and is the only denominator: losses are sums,
-        # so that microbatches and ranks add up to the mean over all tokens.
+        # The number of labels in the global batch: the sum over `ps.loss`, the ranks that hold
+        # different tokens. It is known before the first forward pass and is the only denominator:
+        # losses are sums, so that microbatches and ranks add up to the mean over all tokens.
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
         # In fp16 small gradients would underflow to 0, so the loss is multiplied by a scale (None
         # in fp32 and bf16). Dividing by tokens / scale does it.
@@ -132,9 +134,9 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
         tk.sync_sp_grads(stages, ps.sp_unfolded)
         # The sums of the loss, all-reduced and divided by the tokens: equal on all ranks.
         terms = tk.losses.average_terms(tk.reduce_metrics(sums, ps.loss), tokens)
-        # If the loss is not finite (checked here) or the gradient norm is not (checked in
-        # clip_and_step), weights and optimizer stay as they are; the step still counts. This is
-        # decided on the device, so that the host does not wait for it.
+        # If the loss is not finite, or a spike with --on-spike skip (checked here), or the gradient
+        # norm is not finite (checked in clip_and_step), weights and optimizer stay as they are; the
+        # step still counts. The device decides, so that the host does not wait for it.
         should_apply = tk.health.make_finite_check(
             terms["loss"], state.health, cfg.policy, tokens=tokens
         )

@@ -240,7 +240,7 @@ def _compute_norms(
         for sharding, members in by_sharding.items()
     ]
     if not totals:
-        # A stage that trains only its tied copy must clip it as the first stage clips the owner.
+        # A last stage that trains only its tied copy counts as 0, and is clipped by the whole norm.
         totals = [_zeros(len(parts), copies[:1])]
     norms = totals[0]
     if len(totals) > 1:
@@ -380,8 +380,8 @@ def _clip_grads_(
             continue
         part_norm = norm if len(parts) == 1 else norms[index]
         if is_on_host:
-            # As `_clip_factor` to the bit, without torch's kernels, which take longer than this; in
-            # the order of torch's `limit / x`, which multiplies by the reciprocal.
+            # The bits of `_clip_factor`, by NumPy's scalars, which are faster than torch's kernels.
+            # torch computes limit / x as limit times the reciprocal, and so does this.
             number = np.float64 if part_norm.dtype == torch.float64 else np.float32
             host_factor = number(1) / (number(part_norm.item()) + number(1e-6)) * number(limit)
             if host_factor >= 1:
@@ -457,8 +457,8 @@ def clip_and_step(
         should_apply: From the norm to whether to take the step, both 0-d tensors, as
             `health.make_finite_check` makes it. A step whose norm is not finite is never taken.
         world: All ranks that take the step of plain parameters; a `Stages` has its own. If one rank
-            skips the step, all do. That is needed only for ranks that compute equal numbers without
-            a collective, in case one of them makes an error.
+            skips the step, all do. That protects ranks which compute equal numbers without
+            a collective, if the hardware of one makes an error.
         norm_type: The type of the norm; see `grad_norm`.
         scale: The loss scale of the gradients (`health.get_loss_scale`); gradients and norm are
             divided by it, before the norm is compared with `max_norm`.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, overload
 
@@ -306,7 +306,8 @@ def _degree(default: int = 1) -> Any:
     return attrs.field(default=default, validator=validator, metadata={"degree": True})
 
 
-# The names of degrees are written only here; other code reads `degrees` and `axes`.
+# The only declaration of the degrees; other code iterates over `degrees` and `axes`, and names one
+# where it means that one alone.
 @attrs.frozen(kw_only=True)
 class Layout:
     """The parallel layout of a run, which never changes the result.
@@ -1154,6 +1155,9 @@ Schedule = Callable[[int], float]
 
 Sink = Callable[[int, Mapping[str, Any]], None]
 """`Sink(step, values) -> None`: where metrics go."""
+
+OpenSink = Callable[..., AbstractContextManager[Sink]]
+"""`open_sink(step=step)`: a context manager that yields a sink for the steps after `step`."""
 
 Log = Callable[[str], object]
 """`Log(message)`: where messages for people go, such as `print` or the `log` of a run."""

@@ -594,7 +594,7 @@ MISTAKES = [
             "KTO's reference point may be negative",
             '        gains = beta * (ratios - documents.means("kl").clamp(min=0))',
             '        gains = beta * (ratios - documents.means("kl"))',
-            "tests/losses tests/families/test_losses.py",
+            "tests/post/objectives/test_answers.py",
         ),
         (
             "preference.py",

@@ -180,7 +180,7 @@ def test_moments_of_8_bits_follow_gradients_that_hardly_change_them(growth):
 # ---------------------------------------------------------------------------------- bf16 moments
 
 
-WITH_MOMENTS = {name: kind.make for name, kind in OPTIMIZERS.items() if kind.narrow}
+WITH_MOMENTS = {name: kind.make for name, kind in OPTIMIZERS.items() if kind.low_precision_moments}
 KINDS = {"bf16": 0.01, "8bit": 0.25}  # how far a mean may be off: two codes of 8 bits
 
 

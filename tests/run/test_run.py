@@ -1,5 +1,6 @@
 """What stands around a run is opened whole, and nothing of it is left."""
 
+import contextlib
 import json
 import os
 import signal
@@ -331,3 +332,23 @@ def test_a_loop_says_what_is_due_and_writes_events_and_a_result(tmp_path):
     assert events(tmp_path, "packing")[0]["rows"] == 2
     (result,) = events(tmp_path, "result")
     assert result["metric"] == "eval/loss"
+
+
+def test_a_sink_of_one_s_own_gets_metrics_and_evaluations(tmp_path):
+    model, received = torch.nn.Linear(1, 1), []
+    optimizer = torch.optim.SGD(model.parameters())
+
+    @contextlib.contextmanager
+    def open_page(step):
+        yield lambda at, values: received.append((step, at, *values))
+
+    with open_run(tmp_path, timeouts=TIMEOUTS) as run:
+        state = run.resume(model, optimizer)
+        sinks = {"page": open_page}
+        with run.loop(state, model, optimizer, steps=1, replay=None, extra_sinks=sinks) as loop:
+            state = attrs.evolve(state, step=1)
+            metrics = {"loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "tokens": 1}
+            state = loop.record(state, metrics, StepBatch([], Cursor(1)))
+            loop.evaluate(state, lambda: {"loss": 2.0, "tokens": 1})
+    assert (0, 1, "eval/loss") in received
+    assert any({"train/loss", "train/lr"} < {*names} for _, _, *names in received)

@@ -313,7 +313,7 @@ def _check(
         )
     tokens, experts = logits.shape
     if not 1 <= top_k <= experts:
-        raise ValueError(f"{function}: {top_k} of {experts} experts cannot be chosen")
+        raise ValueError(f"{function}: top_k={top_k} of {experts} experts cannot be chosen")
     if is_token is not None and is_token.shape != (tokens,):
         raise ValueError(f"{function}: is_token must be [{tokens}], got {tuple(is_token.shape)}")
     if indices is not None and indices.shape != (tokens, top_k):

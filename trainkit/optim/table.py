@@ -36,19 +36,20 @@ class OptimizerRow:
 
     Attributes:
         make: Returns the optimizer of some parameter groups.
-        narrow: The number of moments that the option "moments" may store in low precision.
-        wide: The number of moments that are always stored in fp32.
+        low_precision_moments: The number of moments that the option "moments" may store in low
+            precision.
+        fp32_moments: The number of moments that are always stored in fp32.
         counts: The number of counters per parameter. Rounding that draws by the step adds one
             where there is none.
-        rest: If set, the optimizer steps only `hidden_matrices`, and the optimizer of this name
-            steps all other parameters.
+        other_parameters: If set, the optimizer steps only `hidden_matrices`, and the optimizer of
+            this name steps all other parameters.
     """
 
     make: Callable[..., torch.optim.Optimizer]
-    narrow: int = 0
-    wide: int = 0
+    low_precision_moments: int = 0
+    fp32_moments: int = 0
     counts: int = 1
-    rest: str | None = None
+    other_parameters: str | None = None
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -74,11 +75,13 @@ class OptimizerRow:
 
 
 OPTIMIZERS: dict[str, OptimizerRow] = {
-    "adamw": OptimizerRow(adamw, narrow=2),
-    "lion": OptimizerRow(Lion, narrow=1, counts=0),
-    "momentum": OptimizerRow(Momentum, narrow=1, counts=0),
-    "muon": OptimizerRow(partial(Muon, scale="match_rms"), wide=1, counts=0, rest="adamw"),
-    "schedule-free": OptimizerRow(ScheduleFree, narrow=1, wide=1, counts=3),
+    "adamw": OptimizerRow(adamw, low_precision_moments=2),
+    "lion": OptimizerRow(Lion, low_precision_moments=1, counts=0),
+    "momentum": OptimizerRow(Momentum, low_precision_moments=1, counts=0),
+    "muon": OptimizerRow(
+        partial(Muon, scale="match_rms"), fp32_moments=1, counts=0, other_parameters="adamw"
+    ),
+    "schedule-free": OptimizerRow(ScheduleFree, low_precision_moments=1, fp32_moments=1, counts=3),
     "signsgd": OptimizerRow(SignSGD, counts=0),
 }
 """The optimizers by name; docs/howto/choose-an-optimizer.md compares them."""
@@ -114,11 +117,11 @@ def state_bytes(
     """
     _check_values(optimizer, options)
     row = OPTIMIZERS[optimizer]
-    if row.rest and not hidden:
-        return state_bytes(row.rest)
+    if row.other_parameters and not hidden:
+        return state_bytes(row.other_parameters)
     moments = options.get("moments", "fp32")
     bytes_per_moment = moment_bytes(moments if in_blocks or moments != "8bit" else "fp32")
-    return row.narrow * bytes_per_moment + 4 * row.wide
+    return row.low_precision_moments * bytes_per_moment + 4 * row.fp32_moments
 
 
 def make_optimizer(
@@ -177,7 +180,11 @@ def make_optimizer(
     if groups:
         split = split_by_pattern(split[0], list(groups), axis=axis)
     names = (optimizer, *(group.get("optimizer", optimizer) for group in groups.values()))
-    parts = _list_hidden_parts(stages, axis) if any(_get_row(name).rest for name in names) else {}
+    parts = (
+        _list_hidden_parts(stages, axis)
+        if any(_get_row(name).other_parameters for name in names)
+        else {}
+    )
     optimizers = list[torch.optim.Optimizer]()
     # The last part of the split has the parameters that match no pattern.
     settings: list[Mapping[str, Any]] = [*groups.values(), MappingProxyType({})]
@@ -306,14 +313,14 @@ def _make_optimizers(
     seed: int,
     settings: Mapping[str, Any],
 ) -> list[torch.optim.Optimizer]:
-    """Return the optimizer of some parameters, followed by that of its `rest`, if it has one."""
+    """Return the optimizer of some parameters, followed by that of the others, if it has one."""
     _check_values(optimizer, options)
     row = OPTIMIZERS[optimizer]
     if "seed" in row.parameters:
         options = {**options, "seed": seed}
     groups = make_decay_groups(named.items(), weight_decay=weight_decay)
     rest: list[torch.optim.Optimizer] = []
-    if row.rest:
+    if row.other_parameters:
         groups = []
         for parts, names in hidden.items():
             matrices = [(name, named[name]) for name in names if name in named]
@@ -326,7 +333,7 @@ def _make_optimizers(
             {},
             lr,
             {},
-            optimizer=row.rest,
+            optimizer=row.other_parameters,
             weight_decay=weight_decay,
             seed=seed,
             settings=settings,

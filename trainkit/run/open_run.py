@@ -65,6 +65,7 @@ from trainkit.types import (
     Layout,
     Numerics,
     NumericsError,
+    OpenSink,
     ParallelState,
     PeerError,
     Precision,
@@ -90,7 +91,7 @@ if TYPE_CHECKING:
     from trainkit.data.packed import PackedCorpus
 
 _SOFTWARE = "software"  # a fact that may change, as people edit their recipes; it is logged
-# Facts that only name what hashes of the corpus and the weights stand for.
+# Paths and names: they may change on resume, since hashes compare the contents.
 _NAMES_ONLY = ("files", "context", "base_from")
 _LOG_EVERY = 10  # steps between two reads of the metrics, where the host waits for a device
 
@@ -129,8 +130,8 @@ def open_run(
     Args:
         run_dir: The run directory, created if it does not exist.
         layout: The degrees and how work is done; by default all processes shard parameters.
-        timeouts: How long ranks may wait. Collectives may wait longer: the watch ends a step in
-            time, and knows which rank hangs.
+        timeouts: How long ranks may wait. The timeout of collectives is longer, so that the watch
+            ends a hung step first, and can name the rank.
         numerics: The precision of arithmetic, set (`set_numerics`) and logged; by default torch's
             settings stay.
         config: The resolved configuration: a record of flags, or plain values by name; equal on all
@@ -369,6 +370,7 @@ class Run:
         replay: ForwardBackward,
         checkpoints: checkpoint.CheckpointOptions | None = None,
         logging: LoggingOptions | None = None,
+        extra_sinks: Mapping[str, OpenSink] | None = None,
         policy: health.Policy | None = None,
     ) -> AbstractContextManager[Loop]:
         """Open what runs around the steps: `with run.loop(...) as loop`.
@@ -386,6 +388,7 @@ class Run:
                 again; see `make_guard`.
             checkpoints: When to save, and what to keep.
             logging: How often metrics are read, and where they go.
+            extra_sinks: Sinks of your own by name, each opened with `step=`; see `open_run_sinks`.
             policy: What to do about bad numbers.
 
         Effects:
@@ -413,7 +416,13 @@ class Run:
             peak_flops=peak,
             current=state,
             first_step=state.step,
-        ).open(replay, logging.sinks)
+        ).open(
+            replay,
+            {
+                **named_sinks(logging.sinks, self.dir, config=self.config),
+                **(extra_sinks or {}),
+            },
+        )
 
     def finish(
         self,
@@ -493,12 +502,12 @@ class Loop:
     _memory: dict[str, int] = attrs.field(factory=dict)  # of this rank, when measured last
 
     @contextlib.contextmanager
-    def open(self, replay: ForwardBackward, sinks: Sequence[str]) -> Iterator[Loop]:
+    def open(self, replay: ForwardBackward, sinks: Mapping[str, OpenSink]) -> Iterator[Loop]:
         """Open the sinks, the saves and the guard for the steps of a block; `Run.loop` calls it.
 
         Args:
             replay: Computes the gradients of a bad step again; see `make_guard`.
-            sinks: The names of optional sinks; see `named_sinks`.
+            sinks: Further sinks by name; see `open_run_sinks`.
 
         Effects:
             Those of `open_run_sinks`, `open_guarded_saver` and `collect_manually`.
@@ -514,7 +523,7 @@ class Loop:
                 run.ps.world.share,
                 step=self._first_step,
                 last=self._steps,
-                extra=named_sinks(sinks, run.dir, config=run.config),
+                extra=sinks,
                 logger=run.logger,
             ) as (self._write_metrics, self._write_event),
             self._open_saver(replay) as (self._save, self._guard),

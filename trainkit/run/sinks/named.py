@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +11,7 @@ import attrs
 
 from trainkit.run.sinks.tensorboard import open_tensorboard
 from trainkit.run.sinks.wandb import open_wandb
-from trainkit.types import ConfigError, Sink, positive
+from trainkit.types import ConfigError, OpenSink, positive
 
 
 @attrs.frozen(kw_only=True)
@@ -34,7 +33,7 @@ class LoggingOptions:
 
 def named_sinks(
     names: Iterable[str], run_dir: str | Path, *, config: Mapping[str, Any] | None = None
-) -> dict[str, Callable[..., AbstractContextManager[Sink]]]:
+) -> dict[str, OpenSink]:
     """Return the optional sinks by name, with their arguments bound but for `step`.
 
     Args:
@@ -49,7 +48,7 @@ def named_sinks(
         >>> list(named_sinks(["tensorboard"], "runs/run"))
         ['tensorboard']
     """
-    makers: dict[str, Callable[..., AbstractContextManager[Sink]]] = {
+    makers: dict[str, OpenSink] = {
         "tensorboard": partial(open_tensorboard, Path(run_dir) / "tensorboard"),
         "wandb": partial(open_wandb, run_dir, config=config),
     }

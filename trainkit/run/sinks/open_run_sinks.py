@@ -6,7 +6,6 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from trainkit.run.sinks.guards import isolate_sinks
 from trainkit.run.sinks.jsonl import WriteEvent, open_events, open_jsonl, read_jsonl, rewind_jsonl
 from trainkit.run.sinks.tee import tee
 from trainkit.run.sinks.timing import measure_goodput
-from trainkit.types import DiskError, Log, Share, Sink
+from trainkit.types import DiskError, Log, OpenSink, Share, Sink
 from trainkit.weights.checkpoint.run_id import get_run_id
 
 
@@ -28,7 +27,7 @@ def open_run_sinks(
     *,
     step: int,
     last: int,
-    extra: Mapping[str, Callable[..., AbstractContextManager[Sink]]] | None = None,
+    extra: Mapping[str, OpenSink] | None = None,
     patience: float = 5.0,
     logger: logging.Logger | None = None,
 ) -> Iterator[tuple[Sink, WriteEvent]]:
@@ -50,8 +49,8 @@ def open_run_sinks(
         share: Which rank of how many, `ps.world.share`.
         step: The step that the run resumes from.
         last: The step that it stops after.
-        extra: More sinks by name, each opened as `make(step=step)`: `tensorboard` or `wandb` with
-            their first argument bound, or any context manager that yields a sink.
+        extra: More sinks by name, each opened as `make(step=step)`: `open_tensorboard` or
+            `open_wandb` with their first argument bound, or any context manager that yields a sink.
         patience: Seconds that closing may take, for the console and for all other sinks together.
         logger: The logger of the run; by default a new one (`make_logger`).
 

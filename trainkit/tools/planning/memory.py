@@ -134,7 +134,7 @@ def _estimate_optimizer(job: Job, blocks: Params, ends: Params) -> tuple[int, in
     kind = OPTIMIZERS[job.optimizer]
     # Stochastic rounding needs a step count per parameter, which is the counter of its noise.
     is_stochastic = options.get("rounding") == "stochastic" or (
-        kind.narrow and options.get("moments", "fp32") != "fp32"
+        kind.low_precision_moments and options.get("moments", "fp32") != "fp32"
     )
     counts = FP32 * max(kind.counts, int(is_stochastic)) * (blocks + ends).trained.tensors
     largest = max(round(size * own.largest / max(own.whole, 1)) for own, size in sizes)
