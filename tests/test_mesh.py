@@ -2,6 +2,7 @@
 
 import contextlib
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -139,6 +140,23 @@ def test_degrees_below_one_are_refused(name, degree):
         tk.parallel_session(**{name: degree}),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    "session",
+    [
+        partial(tk.parallel_session, cpu_offload=True),
+        partial(tk.parallel_session, Layout(tp=1), reduce="each"),
+        partial(tk.parallel_session, schedule="gpipe"),
+        partial(tk.parallel_session, reshard_after_forward=False),
+    ],
+)
+def test_a_field_that_a_session_does_not_use_is_refused_as_a_keyword(session):
+    name = list(session.keywords)[-1]
+    with pytest.raises(ConfigError, match=f"'{name}' changes nothing here"), session():
+        pass
+    with tk.parallel_session(Layout(**session.keywords), fold_sp="none", ep_adjacent=False) as ps:
+        assert ps.world.count == 1
 
 
 def test_a_product_that_is_not_the_world_is_refused_with_both_numbers():

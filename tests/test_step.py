@@ -85,6 +85,8 @@ def test_no_microbatch_and_unknown_reductions_are_refused():
         tk.forward_backward(
             linear(), [data(1)], squared, denominator=torch.tensor(1), call=call, reduce="never"
         )
+    with pytest.raises(ValueError, match="make_forward_backward"):
+        tk.make_forward_backward(linear(), squared, reduce="never")
 
 
 def take(by, loss):

@@ -187,6 +187,7 @@ def grad_norm(params: Params, *, axis: Axis = SOLO, norm_type: float = 2.0) -> T
         stage with nothing to train).
 
     Raises:
+        ConfigError: Parameters are sharded or replicated over ranks of `axis`.
         ValueError: A gradient is sparse, or still a partial sum; `norm_type` is not above 0.
 
     Effects:
@@ -249,9 +250,29 @@ def _compute_norms(
         norms = torch.linalg.vector_norm(stacked, norm_type, dim=0)
     if axis.count == 1:
         return norms
+    _refuse_sharded_axis(axis, [sharding[0] for sharding in by_sharding if sharding is not None])
     # In fp64, as stages may differ in dtype, and a stage may have no trainable parameter.
     device = norms.device if by_sharding or copies else get_compute_device(axis)
     return _reduce_norms(norms.double().to(device), [axis.group], norm_type).to(norms.dtype)
+
+
+def _refuse_sharded_axis(axis: Axis, meshes: Sequence[Any]) -> None:
+    """Raise ConfigError if ranks of the axis share parameters, whose norm would be summed twice."""
+    if not meshes:
+        return
+    ranks = {*dist.get_process_group_ranks(axis.group)}
+    for mesh in meshes:
+        shared = ranks.intersection(mesh.mesh.flatten().tolist())
+        # A rank of a pipeline shares its parameters with no other stage.
+        if len(shared) > 1:
+            raise ConfigError(
+                f"grad_norm: ranks {sorted(shared)} of axis={axis.name!r} hold shards or copies of "
+                "the same parameters, whose norm is summed over them already; give axis=ps.pp, or "
+                "none without a pipeline",
+                where="axis",
+                got=axis.name,
+                want="pp",
+            )
 
 
 def _compute_sharded_norms(

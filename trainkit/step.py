@@ -177,7 +177,7 @@ def make_forward_backward(
         tensor([[1.]])
     """
     stages = as_stages(stages_or_model, "make_forward_backward", call=call)
-    check_choice(("last", "each"), "forward_backward", reduce=reduce)
+    check_choice(("last", "each"), "make_forward_backward", reduce=reduce)
     schedule_kind(stages.layout.schedule)
     if stages.pp.count == 1:
         if len(stages) != 1:
@@ -219,7 +219,8 @@ def evaluate(
 
     Returns:
         The divided terms, summed and divided in fp64, and "tokens", the number of valid tokens
-        (int64); equal on all ranks.
+        (int64); equal on all ranks of the axes that were summed over. A sharded module without its
+        `axis` gets the average of this rank's batches, and ranks then need equally many.
 
     Raises:
         ValueError: There is no batch on any rank.

@@ -5,9 +5,13 @@ import torch
 from torch import nn
 
 from trainkit.batch import count_documents, count_weights, shard_batch
+from trainkit.batch.denominators import divide_terms
 from trainkit.losses import (
+    add_router_losses,
     add_terms,
     average_terms,
+    declare_terms,
+    next_token,
     next_token_linear,
     report_by_source,
     weight_by_document,
@@ -18,7 +22,7 @@ from trainkit.losses import (
 from trainkit.mesh import axis_from_group
 from trainkit.step import forward_backward
 from trainkit.tools.testing import run_ranks
-from trainkit.types import SOLO, Hidden, Share
+from trainkit.types import SOLO, Hidden, RoutedOutput, Share
 
 V, D = 11, 6
 
@@ -116,6 +120,47 @@ def test_sources_and_other_terms_go_with_weights():
     assert tuple(terms) == ("loss", "loss/count", "z_loss")
     logits = output[0] @ output[1].T
     torch.testing.assert_close(weighted_next_token(logits, batch)[0], total)
+
+
+@declare_terms("even", "odd")
+def even_and_odd(output, batch):
+    """Sum the losses of even and of odd labels, each with its own denominator."""
+    sums = {}
+    for remainder, name in enumerate(("even", "odd")):
+        labels = batch["labels"].masked_fill(batch["labels"] % 2 != remainder, -100)
+        sums[name] = next_token(output, {**batch, "labels": labels})[0]
+    return sums, {name: x.detach() for name, x in sums.items()}
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_losses_with_denominators_of_their_own_are_added_by_name(linear):
+    batch = make_batch()
+    hidden, weight = call(model_of(), batch)[:2]
+    logits = hidden @ weight.T
+    output = (hidden, weight) if linear else logits
+    of_tokens, even_odd = next_token_linear if linear else next_token, even_and_odd
+    if linear:
+        even_odd = declare_terms("even", "odd")(lambda _, batch: even_and_odd(logits, batch))
+    loss = add_terms((even_odd, 3.0), (of_tokens, 2.0), (z_term, 0.5))
+    totals, terms = loss(output, batch)
+    parts = even_and_odd(logits, batch)[0]
+    plain = add_terms((of_tokens, 2.0), (z_term, 0.5))(output, batch)[0]
+    wanted = {"loss": plain, "even": 3 * parts["even"], "odd": 3 * parts["odd"]}
+    assert totals.keys() == wanted.keys()
+    for name, x in wanted.items():
+        torch.testing.assert_close(totals[name], x)
+    assert tuple(terms) == loss.terms == ("even", "odd", "loss", "z_loss")
+    torch.testing.assert_close(terms["even"], parts["even"])
+    denominators = {"loss": torch.tensor(5), "even": torch.tensor(2), "odd": torch.tensor(3)}
+    found = divide_terms(totals, denominators)
+    torch.testing.assert_close(found, plain / 5 + 1.5 * parts["even"] + parts["odd"])
+
+
+def test_router_losses_go_with_a_loss_that_has_denominators_of_its_own():
+    output = RoutedOutput(torch.zeros(1, 2, 4), torch.tensor([[2.0, 4.0, 0.0, 1.0, 1.0]]))
+    batch = {"labels": torch.tensor([[1, 2]]), "document_ids": torch.zeros(1, 2)}
+    totals, _ = add_router_losses(even_and_odd, balance=0.5)(output, batch)
+    assert {name: x.ndim for name, x in totals.items()} == {"even": 0, "odd": 0, "balance": 0}
 
 
 def test_a_batch_without_weights_is_told_so():

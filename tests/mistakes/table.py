@@ -442,8 +442,8 @@ MISTAKES = [
         (
             "terms.py",
             "the second loss of a sum loses its weight",
-            "        first, *rest = (weight * total for (total, _), weight in results)",
-            "        first, *rest = (w ** (i == 0) * t for i, ((t, _), w) in enumerate(results))",
+            "        return _weigh_totals(totals, shared=shared), terms",
+            "        return _weigh_totals([totals[0], *((x, 1) for x, _ in totals[1:])], shared=shared), terms",
             "tests/families/test_losses.py",
         ),
         (
@@ -1370,7 +1370,7 @@ MISTAKES = [
             "tests/post/generation",
         ),
         (
-            "generate.py",
+            "completions.py",
             "a stop token is part of the text",
             '            self.ended = "stop_id"\n',
             '            self.ended = "stop_id"\n            self.ids.append(token)\n',
@@ -1384,10 +1384,10 @@ MISTAKES = [
             "tests/post/generation/test_rollouts.py",
         ),
         (
-            "generate.py",
+            "completions.py",
             "of two ranks that answer a prompt the last one wins",
-            "for part in all_gather_objects(local, axis)[::-1] for i, x in part",
-            "for part in all_gather_objects(local, axis) for i, x in part",
+            "parts = run_on_all_ranks(list_completions, axis)[::-1]",
+            "parts = run_on_all_ranks(list_completions, axis)",
             "tests/parallel/test_generation.py",
         ),
         (

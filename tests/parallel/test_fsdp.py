@@ -18,6 +18,7 @@ from trainkit.optim import adamw, decay_groups
 from trainkit.parallel import fsdp
 from trainkit.parallel.tensor_parallel import tensor_parallel
 from trainkit.tools.testing import run_ranks
+from trainkit.types import ConfigError
 
 CONFIG = attrs.evolve(WHOLE, vocab_size=32)
 TIED = attrs.evolve(CONFIG, tied=True)
@@ -139,10 +140,10 @@ def test_what_was_saved_offloaded_goes_on_elsewhere(tmp_path):
 def test_on_one_process_offloading_is_refused_where_it_would_be_missed():
     ps = tk.solo_parallel()
     model = nn.Linear(1, 1)
-    assert fsdp(tk.Layout(cpu_offload=True))(model, ps) is model
+    assert fsdp(tk.Layout(cpu_offload=True), blocks=None)(model, ps) is model
     on_gpu = attrs.evolve(ps, device=torch.device("cuda", 0))
     with pytest.raises(ValueError, match=r"cpu_offload is FSDP's, .* leave it out"):
-        fsdp(tk.Layout(cpu_offload=True))(model, on_gpu)
+        fsdp(tk.Layout(cpu_offload=True), blocks=None)(model, on_gpu)
 
 
 def what_units_do():
@@ -230,6 +231,40 @@ def test_blocks_are_gathered_ahead_and_ends_only_when_they_are_needed():
     assert over[3] == 4  # for backward from two ranks
 
 
+def messages_of_axes(axes, layout):
+    """Return what clipping over an axis that shards or replicates the parameters raises."""
+    with tk.parallel_session(layout) as ps:
+        model = fsdp(blocks=None)(nn.Linear(4, 4), ps)
+        model(torch.ones(1, 4)).sum().backward()
+        sgd = torch.optim.SGD(model.parameters())
+        messages = []
+        for name in axes:
+            for clip in (
+                partial(tk.grad_norm, model),
+                partial(tk.clip_grads_, model.parameters(), max_norm=1.0),
+                partial(tk.clip_and_step, model, sgd, lr=0.1, max_norm=1.0),
+            ):
+                with pytest.raises(ConfigError) as caught:
+                    clip(axis=getattr(ps, name))
+                messages.append(str(caught.value))
+        tk.grad_norm(model, axis=ps.pp)
+        return messages
+
+
+@pytest.mark.parametrize(
+    ("axes", "layout"),
+    [
+        (["dp", "dp_shard", "fsdp", "loss", "world"], tk.Layout(dp_shard=2)),
+        (["sp", "ring", "fsdp", "loss"], tk.Layout(ring=2)),
+        (["dp", "dp_replicate", "loss"], tk.Layout(dp_replicate=2, dp_shard=1)),
+    ],
+)
+def test_an_axis_over_which_parameters_are_sharded_is_refused_for_the_norm(axes, layout):
+    for messages in run_ranks(messages_of_axes, 2, axes, layout):
+        assert len(messages) == 3 * len(axes)
+        assert all("summed over them already; give axis=ps.pp" in x for x in messages)
+
+
 def without_blocks(pp):
     with tk.parallel_session() as ps:
         stages = attrs.evolve(ps, pp=tk.Axis("pp", tk.Share(0, pp)))
@@ -243,3 +278,13 @@ def test_only_a_pipeline_stage_may_be_without_a_block():
     assert run_ranks(without_blocks, 2, 2) == ["DTensor", "DTensor"]
     with pytest.raises(RuntimeError, match=r"no submodule's name matches blocks='layers\.\*'"):
         run_ranks(without_blocks, 2, 1)
+
+
+def test_a_wrong_name_of_the_blocks_is_found_on_one_rank_too_with_the_names_that_there_are():
+    model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "h": nn.ModuleList([nn.Linear(4, 4)])})
+    message = r"are embed \(Embedding\), h \(ModuleList\)\. Name .* blocks=None"
+    for blocks in ("layers.*", "g.*"):
+        with pytest.raises(ValueError, match=message):
+            fsdp(blocks=blocks)(model, tk.solo_parallel())
+    for blocks in ("h.*", None):
+        assert fsdp(blocks=blocks)(model, tk.solo_parallel()) is model

@@ -3,6 +3,7 @@
 from functools import partial
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from whole_step import CONFIG
@@ -20,9 +21,9 @@ from trainkit.parallel import (
     sequence_parallel,
     tensor_parallel,
 )
-from trainkit.post.generation import Sampling, generate
-from trainkit.post.generation.generate import generate_sharded
+from trainkit.post.generation import Sampling, generate, generate_sharded
 from trainkit.tools.testing import run_ranks
+from trainkit.types import NumericsError
 
 SMALL = attrs.evolve(CONFIG, vocab_size=32)
 ROUTED = attrs.evolve(SMALL, experts=Experts(count=4, top_k=2, width=16))
@@ -155,6 +156,59 @@ def sharded_rows(model, prompts, stop_id):
         with pytest.raises(ValueError, match="prompt 1 is empty"):  # which the other rank had
             draw_sharded(model, [[1], []])
         return found, seen
+
+
+def rows_with_bad_ids(model, prompts):
+    """Return what is refused, and what ids in a numpy array and in a list generate."""
+    with tk.parallel_session(dp_shard=2) as ps:
+        draw = partial(generate_sharded, model, prompts, max_new_tokens=2, context=11, axis=ps.dp)
+        refused = []
+        for row_ids in ([7], [7, 8, 9, 10], []):
+            with pytest.raises(ValueError, match="row_ids") as caught:
+                draw(row_ids=row_ids)
+            refused.append(str(caught.value))
+        return refused, draw(row_ids=np.array([7, 8, 9])), draw(row_ids=[7, 8, 9])
+
+
+def test_a_wrong_number_of_row_ids_is_refused_on_every_rank_and_an_array_is_accepted():
+    (model,) = tk.build_stages(
+        lambda: Decoder(SMALL), tk.solo_parallel(), [], weights=init_weights(SMALL, seed=0)
+    )
+    first, second = run_ranks(rows_with_bad_ids, 2, model, [*PROMPTS, [2]])
+    assert first == second
+    assert first[1] == first[2]
+
+
+def error_of_a_nan(model):
+    """Let the logits of the second rank become NaN after two tokens, and return the error."""
+    with tk.parallel_session(dp_shard=2) as ps:
+        call, calls = make_call(make_stages([model], ps), sharded=True), []
+
+        def spoiled(model, batch):
+            calls.append(batch)
+            logits = call(model, batch)
+            return logits * float("nan") if ps.dp.index == 1 and len(calls) > 2 else logits
+
+        with pytest.raises(NumericsError, match="row 0 is NaN after 2 new tokens") as caught:
+            generate_sharded(
+                model,
+                PROMPTS,
+                max_new_tokens=5,
+                context=11,
+                axis=ps.dp,
+                call=CachedCall(spoiled),
+            )
+        return str(caught.value), len(calls)
+
+
+def test_a_nan_of_one_rank_ends_every_rank():
+    (model,) = tk.build_stages(
+        lambda: Decoder(SMALL), tk.solo_parallel(), [], weights=init_weights(SMALL, seed=0)
+    )
+    (first, calls), (second, others) = run_ranks(error_of_a_nan, 2, model)
+    assert "rank 1" in first
+    assert "rank 1" not in second
+    assert calls == others == 5
 
 
 def test_prompts_are_sharded_over_ranks_which_run_as_often_as_each_other():

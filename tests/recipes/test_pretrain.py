@@ -6,7 +6,6 @@ import re
 import resource
 import shutil
 import signal
-import sys
 import threading
 import time
 import tomllib
@@ -28,7 +27,7 @@ from recipe_runs import (
 
 from trainkit import config, schedules, sinks
 from trainkit.packing import next_fit, pack_bins
-from trainkit.post.generation.generate import Completion
+from trainkit.post.generation import Completion
 from trainkit.tools.testing import run_ranks
 from trainkit.weights.checkpoint import verify_checkpoint
 
@@ -182,7 +181,7 @@ def test_no_token_is_drawn_that_only_rounds_the_vocabulary_up(whole, text, tmp_p
         seen.append(vocab_size)
         return [Completion([], "", "length")]
 
-    monkeypatch.setattr(sys.modules["trainkit.post.generation.generate"], "generate", generate)
+    monkeypatch.setattr("trainkit.post.generation.completions.generate", generate)
     monkeypatch.setattr("trainkit.post.generation.generate", generate)
     here(flags_of(tmp_path / "one", text, 1))
     here(["--run", whole[0]], "generate")

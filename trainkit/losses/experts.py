@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,9 +12,7 @@ from trainkit.losses.terms import declare_terms
 from trainkit.types import RoutedOutput, check_range
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from trainkit.losses.terms import NamedLoss
+    from trainkit.losses.terms import NamedLoss, NamedTerms
 
 
 def add_router_losses(loss: NamedLoss, *, balance: float = 0.0, router_z: float = 0.0) -> NamedLoss:
@@ -58,7 +57,7 @@ def add_router_losses(loss: NamedLoss, *, balance: float = 0.0, router_z: float 
     names = [f"{name}{end}" for name in weights for end in ("", "/count")]
 
     @declare_terms(*loss.terms, *names, "dropped", "load")
-    def routed_loss(output: Any, batch: Mapping[str, Any]) -> Any:
+    def routed_loss(output: Any, batch: Mapping[str, Any]) -> NamedTerms:
         if not isinstance(output, RoutedOutput):
             raise ValueError(  # noqa: TRY004 (as for all bad arguments)
                 "add_router_losses: a RoutedOutput of a decoder with experts was expected, got a "
@@ -70,7 +69,7 @@ def add_router_losses(loss: NamedLoss, *, balance: float = 0.0, router_z: float 
         router_sums = dict(zip(weights, output.sums[:, :2].mean(0).unbind(), strict=True))
         # Sums by name, as each is divided by its own denominator: the loss by its tokens, the
         # router terms by all tokens.
-        totals = {loss.terms[0]: total}
+        totals = {**total} if isinstance(total, Mapping) else {loss.terms[0]: total}
         terms = dict(terms)
         for name, x in router_sums.items():
             if weights[name]:

@@ -64,6 +64,9 @@ from trainkit.types import (
 Terms = tuple[Tensor, dict[str, Tensor]]
 """The sum to differentiate, and the detached sums to report by name."""
 
+NamedTerms = tuple[Tensor | Mapping[str, Tensor], dict[str, Tensor]]
+"""The same, or a sum to differentiate for each denominator, by the name of its term."""
+
 PerToken = Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor, Tensor]]
 """`PerToken(output, batch) -> (sum, losses, counts)`: the sum to differentiate, the detached loss
 of each token `[B, S]`, and its addend of the denominator `[B, S]`."""
@@ -80,8 +83,8 @@ class NamedLoss(Protocol):
     per_token: PerToken | None
     of_scores: tuple[tuple[OfScores, float], ...]
 
-    def __call__(self, output: Any, batch: Mapping[str, Any], /) -> Terms:
-        """Return the sum to differentiate, and the terms."""
+    def __call__(self, output: Any, batch: Mapping[str, Any], /) -> NamedTerms:
+        """Return the sum to differentiate, or several by name, and the terms."""
         ...
 
 
@@ -89,7 +92,7 @@ def declare_terms(
     *terms: str,
     per_token: PerToken | None = None,
     of_scores: Sequence[tuple[OfScores, float]] = (),
-) -> Callable[[Callable[[Any, Mapping[str, Any]], Terms]], NamedLoss]:
+) -> Callable[[Callable[[Any, Mapping[str, Any]], NamedTerms]], NamedLoss]:
     """Return a decorator that sets the names of the terms of a `Loss`.
 
     Args:
@@ -109,7 +112,7 @@ def declare_terms(
         ('squares',)
     """
 
-    def decorate(function: Callable[[Any, Mapping[str, Any]], Terms]) -> NamedLoss:
+    def decorate(function: Callable[[Any, Mapping[str, Any]], NamedTerms]) -> NamedLoss:
         loss = cast("NamedLoss", function)
         loss.terms = terms
         loss.per_token = per_token
@@ -336,7 +339,7 @@ _WEIGHTED = make_score_loss(
 
 
 @declare_terms(*_WEIGHTED.terms, per_token=_WEIGHTED.per_token, of_scores=_WEIGHTED.of_scores)
-def weighted_next_token(output: Any, batch: Mapping[str, Any]) -> Terms:
+def weighted_next_token(output: Any, batch: Mapping[str, Any]) -> NamedTerms:
     """Return the cross entropy weighted by `batch["weights"]`, for logits or for a `Hidden`.
 
     Weights are floating, one for each label. The denominator is their sum over the global batch,
@@ -413,6 +416,7 @@ def chunk_loss(loss: NamedLoss, *, chunk: int | None = None) -> NamedLoss:
             with torch.set_grad_enabled(gradient):
                 chunk_batch = {name: x[rows][None] for name, x in tokens.items()}
                 total, terms = loss(full[None], chunk_batch)
+                assert isinstance(total, Tensor)
             if gradient:
                 (d_full,) = torch.autograd.grad(total, full)
                 # The contract of `OfLogits`: the logits become their gradient.
@@ -427,6 +431,12 @@ def chunk_loss(loss: NamedLoss, *, chunk: int | None = None) -> NamedLoss:
 
 def add_terms(*weighted: tuple[NamedLoss, float]) -> NamedLoss:
     """Return the weighted sum of several losses as one loss, which reports every unweighted term.
+
+    The reported terms do not add up to what is optimized: that is the sum of weight times term.
+
+    A loss may return a sum for each of several denominators, `{name: sum}`. Then so does the
+    result, with each sum times the loss's weight. The losses that return a single sum share one
+    denominator: their total has the name of the first term of the first of them.
 
     For a `Hidden`, all terms with `of_scores` are computed in one pass over its logits:
     `add_terms((next_token_linear, 1.0), (z_term, 1e-4))` costs the same as `next_token_linear`.
@@ -472,18 +482,40 @@ def add_terms(*weighted: tuple[NamedLoss, float]) -> NamedLoss:
         return _compute_in_one_pass(scored_loss, output, batch)
 
     @declare_terms(*names, of_scores=() if others else of_scores)
-    def total_loss(output: Any, batch: Mapping[str, Any]) -> Terms:
+    def total_loss(output: Any, batch: Mapping[str, Any]) -> NamedTerms:
         output = drop_routing(output)
         in_one_pass = len(scored) > 1 and isinstance(output, tuple)
         # `scored_loss` has the weights in its `of_scores` already.
         pairs = [(scored_loss, 1.0), *others] if in_one_pass else weighted
         results = [(loss(output, batch), weight) for loss, weight in pairs]
-        # sum() would begin with the integer 0, an addition more.
-        first, *rest = (weight * total for (total, _), weight in results)
         terms = {name: value for (_, reported), _ in results for name, value in reported.items()}
-        return sum(rest, first), {name: terms[name] for name in names}
+        terms = {name: terms[name] for name in names}
+        totals = [(total, weight) for (total, _), weight in results]
+        by_name = [
+            loss
+            for (loss, _), (total, _) in zip(pairs, totals, strict=True)
+            if isinstance(total, Mapping)
+        ]
+        # In the order of the arguments, so that the name does not depend on what is in one pass.
+        shared = next((loss.terms[0] for loss, _ in weighted if loss not in by_name), "")
+        return _weigh_totals(totals, shared=shared), terms
 
     return total_loss
+
+
+def _weigh_totals(
+    totals: Sequence[tuple[Any, float]], *, shared: str
+) -> Tensor | Mapping[str, Tensor]:
+    """Return the weighted sum of totals; by name if one is, with single sums under `shared`."""
+    single = [weight * total for total, weight in totals if not isinstance(total, Mapping)]
+    # sum() would begin with the integer 0, an addition more.
+    sums = {shared: sum(single[1:], single[0])} if single else {}
+    if len(single) == len(totals):
+        return sums[shared]
+    for total, weight in totals:
+        for name, x in total.items() if isinstance(total, Mapping) else ():
+            sums[name] = sums[name] + weight * x if name in sums else weight * x
+    return sums
 
 
 def average_terms(sums: Mapping[str, Tensor], tokens: Denominator) -> dict[str, Tensor]:

@@ -76,21 +76,22 @@ def parallel_session(
     socket is opened.
 
     Args:
-        layout: The degrees, and `fold_sp`; the other fields are not used here. Single fields can be
-            given by name instead: `parallel_session(dp_shard=4, tp=2)`.
+        layout: The degrees, `ep_adjacent` and `fold_sp`; the other fields are not used here, but by
+            `fsdp`, `build_stages` and others that take a layout or its fields.
         timeout: The timeout of collectives. With `run.watch_ranks` it may be long: the watch ends a
             hang earlier, and names the hung ranks.
         start_timeout: The timeout of the rendezvous.
         stop_reason: Returns the reason to stop this process, or None, as `run.trap_signals` yields
             it. After a stop request it waits for missing ranks for at most 20 s.
-        **fields: Fields of `Layout`, which replace those of `layout`.
+        **fields: Fields of `Layout` that are used here, which replace those of `layout`:
+            `parallel_session(dp_shard=4, tp=2)`.
 
     Yields:
         The `ParallelState` of this rank.
 
     Raises:
-        ConfigError: The environment is wrong, the degrees do not multiply to the world, two
-            processes have the same rank, or they disagree on the world size.
+        ConfigError: A field is not used here, the environment is wrong, the degrees do not multiply
+            to the world, two processes have the same rank, or they disagree on the world size.
         PeerError: Ranks are missing (they are named), or cannot be reached.
         PreemptedError: A stop was requested, and ranks are still missing.
 
@@ -103,6 +104,7 @@ def parallel_session(
         ...     ps.world.count
         1
     """
+    _check_fields(fields)
     existing = dist.is_available() and dist.is_initialized()
     check_torch_version()
     launch = _find_launch()
@@ -143,6 +145,21 @@ def parallel_session(
 
             clear = debug._clear_python_sharding_prop_cache  # noqa: SLF001 (no public name)
             getattr(debug, "_clear_sharding_prop_cache", clear)()
+
+
+def _check_fields(names: Iterable[str]) -> None:
+    """Raise ConfigError for a field of a layout that changes no process group."""
+    used = [*Layout().degrees, "ep_adjacent", "fold_sp"]
+    for name in names:
+        if name in attrs.fields_dict(Layout) and name not in used:
+            raise ConfigError(
+                f"parallel_session: {name!r} changes nothing here, as a session only opens the "
+                f"process groups of {', '.join(used)}; pass it to what uses it, as in "
+                "fsdp(Layout(cpu_offload=True)), build_stages(schedule=...) or "
+                "make_forward_backward(reduce=...)",
+                where=name,
+                want=used,
+            )
 
 
 def _close(

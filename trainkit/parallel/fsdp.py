@@ -84,9 +84,9 @@ def fsdp(
         ConfigError: `expert_wire_dtype` is not bf16. When applied: with it, gradients of experts
             are not summed in fp32; an embedding has a `max_norm`; a trained parameter has no
             elements; one module holds parameters of two dtypes itself; or a block is a container.
-        ValueError: When applied: `blocks` matches nothing (a pipeline stage may have no block), or
-            `cpu_offload` is set on one process, where it would do nothing, or where a group has no
-            backend for the CPU.
+        ValueError: When applied: `blocks` matches nothing, on one rank too (a pipeline stage may
+            have no block), or `cpu_offload` is set on one process, where it would do nothing, or
+            where a group has no backend for the CPU.
 
     References:
         Zhao et al., "PyTorch FSDP" (2023); Rajbhandari et al., "ZeRO" (2020).
@@ -94,7 +94,7 @@ def fsdp(
     Examples:
         >>> from trainkit.mesh import solo_parallel
         >>> model = nn.Linear(1, 1)
-        >>> fsdp()(model, solo_parallel()) is model
+        >>> fsdp(blocks=None)(model, solo_parallel()) is model
         True
     """
     if expert_wire_dtype not in (None, torch.bfloat16):
@@ -108,11 +108,18 @@ def fsdp(
     def apply(module: nn.Module, where: ParallelState | Axis) -> nn.Module:
         ps = _make_state(where, module) if isinstance(where, Axis) else where
         hybrid = replicates(module, ps)
-        if ps.fsdp.count == 1 and not hybrid:
+        is_alone = ps.fsdp.count == 1 and not hybrid
+        if is_alone:
             check_layout(Layout(cpu_offload=options.cpu_offload), world=1, device=ps.device.type)
+        # Also on one rank, so that a wrong name is found before a run on many.
+        units = find_blocks(
+            module,
+            blocks,
+            needed_by="fsdp" if ps.pp.count == 1 else "",
+            otherwise=", or give blocks=None to make the whole module one unit",
+        )
+        if is_alone:
             return module
-        needed_by = "fsdp" if ps.pp.count == 1 else ""
-        units = [] if blocks is None else find_blocks(module, blocks, needed_by=needed_by)
         names = {part: canonical_name(name) for name, part in module.named_modules()}
         _check_modules(module, units, names)
         compute = get_compute_dtype(module)

@@ -41,7 +41,7 @@ def make_call(
         stages: This rank's stages, from `build_stages`.
         call: Calls a stage with a batch, without a cache.
         sharded: Whether ranks of dp have batches of their own, as with
-            `generation.generate.generate_sharded`; all must call it the same number of times.
+            `generation.generate_sharded`; all must call it the same number of times.
 
     Returns:
         `call(model, batch) -> logits`: `[1, R, V]` for a batch with a "cache", else `[1, S, V]` for

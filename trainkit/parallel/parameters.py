@@ -298,13 +298,16 @@ def match_names(pattern: str, names: Iterable[str], *, function: str, kind: str)
     return matching
 
 
-def find_blocks(module: nn.Module, pattern: str, *, needed_by: str = "") -> list[nn.Module]:
+def find_blocks(
+    module: nn.Module, pattern: str | None, *, needed_by: str = "", otherwise: str = ""
+) -> list[nn.Module]:
     """Return the submodules whose name matches a pattern, in the order of the model.
 
     Args:
         module: The model.
-        pattern: See `name_matches`.
+        pattern: See `name_matches`; None stands for no block.
         needed_by: The name of a caller that needs at least one block, for the message.
+        otherwise: What else the caller accepts, for the message.
 
     Raises:
         ValueError: No name matches, and `needed_by` is set.
@@ -314,10 +317,17 @@ def find_blocks(module: nn.Module, pattern: str, *, needed_by: str = "") -> list
         >>> len(find_blocks(model, "layers.*")), len(find_blocks(model, "*"))
         (2, 1)
     """
+    if pattern is None:
+        return []
     named = module.named_modules()
     blocks = [block for name, block in named if name and name_matches(name, pattern)]
     if needed_by and not blocks:
-        raise ValueError(f"{needed_by}: no submodule's name matches blocks={pattern!r}")
+        children = [f"{name} ({type(child).__name__})" for name, child in module.named_children()]
+        raise ValueError(
+            f"{needed_by}: no submodule's name matches blocks={pattern!r}; the children of the "
+            f"{type(module).__name__} are {', '.join(children) or 'none'}. Name its blocks, such "
+            f'as blocks="blocks.*" for those of a list `blocks`{otherwise}'
+        )
     return blocks
 
 

@@ -1,14 +1,16 @@
 """Generate text for several prompts at once, and make rollouts for reinforcement learning.
 
 `sampling` has functions of logits: penalty, temperature, filters, and the draw. `text` decodes
-tokens incrementally and finds stop strings. `generate` is the loop, and `models.KVCache` its cache
-of keys and values. `rollouts` turns completions into a corpus to train on, `rewards` scores them
-with a reward function.
+tokens incrementally and finds stop strings. `completions` has the loop, and `models.KVCache` is its
+cache of keys and values. `rollouts` turns completions into a corpus to train on, `rewards` scores
+them with a reward function.
 """
 
-from trainkit.post.generation.generate import (
+from trainkit.post.generation.completions import (
+    Completion,
     answer_questions,
     generate,
+    generate_sharded,
     sample_text,
 )
 from trainkit.post.generation.rewards import (
@@ -40,6 +42,7 @@ from trainkit.post.generation.sampling import (
 
 __all__ = [
     "Answer",
+    "Completion",
     "Sampling",
     "add_old_logprobs",
     "answer_questions",
@@ -51,6 +54,7 @@ __all__ = [
     "filter_top_k",
     "filter_top_p",
     "generate",
+    "generate_sharded",
     "make_answer_corpus",
     "make_answer_reader",
     "penalize_repetition",

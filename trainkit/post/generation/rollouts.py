@@ -28,7 +28,7 @@ from trainkit.data.packed import PackedCorpus
 from trainkit.losses.terms import output_logprobs
 from trainkit.packing import pack_bins
 from trainkit.parallel.frozen_model import add_columns
-from trainkit.post.generation.generate import AnyTokenizer, generate_sharded
+from trainkit.post.generation.completions import AnyTokenizer, generate_sharded
 from trainkit.post.generation.sampling import Sampling
 from trainkit.text.corpora.records import read_records
 from trainkit.types import (

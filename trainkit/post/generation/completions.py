@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import attrs
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainkit.collectives import all_gather_objects, any_rank
+from trainkit.collectives import any_rank, run_on_all_ranks
 from trainkit.models.call import CachedCall, call_model, call_with_cache
 from trainkit.models.decoder import Decoder, whole_logits
 from trainkit.models.functional import bare
@@ -129,11 +130,9 @@ def generate(
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     row_ids = range(len(prompts)) if row_ids is None else row_ids
     # Everything is checked before the model runs.
-    _check_rows(prompts, model, context, vocab_size, max_new_tokens=max_new_tokens, slide=slide)
-    if len(row_ids) != len(prompts):
-        raise ValueError(
-            f"generate: got {len(prompts)} prompts but {len(row_ids)} row_ids; give one per prompt"
-        )
+    _check_rows(
+        prompts, row_ids, model, context, vocab_size, max_new_tokens=max_new_tokens, slide=slide
+    )
     if "" in stop:
         raise ValueError("generate: a stop string is empty, and would end every text")
     if tokenizer is None and (stop or stream):
@@ -377,7 +376,7 @@ def generate_sharded(
         tokenizer: See `generate`.
         vocab_size: See `generate`.
         slide: See `generate`.
-        row_ids: Of all prompts.
+        row_ids: Ids of all prompts.
         call: As for `generate`; from `parallel.make_call` with `sharded=True`.
         axis: For a plain module, the ranks that share the prompts. A `Stages` has its own: its
             data-parallel ranks.
@@ -386,7 +385,8 @@ def generate_sharded(
         A completion for each prompt, on every rank.
 
     Raises:
-        ValueError: As `generate`.
+        ValueError: As `generate`, on all ranks.
+        NumericsError: A logit of any rank is NaN; on all ranks, when all have finished.
 
     Effects:
         Those of `generate`; communicates on `axis`, once per token.
@@ -402,19 +402,14 @@ def generate_sharded(
     axis = stages_or_model.dp if isinstance(stages_or_model, Stages) else axis
     if call is None:
         call = _choose_call(model)
-    indices: Sequence[int] = range(len(prompts))
-    announced = call
-    newest: list[Mapping[str, Any]] = []
-    if axis.count > 1 and prompts:
-        # All ranks check all prompts: a rank that raised alone would leave the others waiting.
-        _check_rows(prompts, model, context, vocab_size, max_new_tokens=max_new_tokens, slide=slide)
-        # A rank without a prompt of its own runs the first one, to take part in the collectives.
-        indices = range(axis.index, len(prompts), axis.count) or [0]
-        announced = _announce_calls(call, newest, axis)
-        row_ids = [row_ids[i] for i in indices] if row_ids else indices
-    completions = generate(
+    row_ids = range(len(prompts)) if row_ids is None else row_ids
+    # All ranks check all prompts: a rank that raised alone would leave the others waiting.
+    _check_rows(
+        prompts, row_ids, model, context, vocab_size, max_new_tokens=max_new_tokens, slide=slide
+    )
+    generate_rows = partial(
+        generate,
         model,
-        [prompts[i] for i in indices],
         max_new_tokens=max_new_tokens,
         context=context,
         sampling=sampling,
@@ -423,17 +418,34 @@ def generate_sharded(
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         slide=slide,
-        row_ids=row_ids,
-        call=announced,
     )
-    if axis.count == 1 or not prompts:
-        return completions
+    if axis.count == 1 or len(prompts) == 0:
+        return generate_rows(prompts, row_ids=row_ids, call=call)
+    # A rank without a prompt of its own runs the first one, to take part in the collectives.
+    indices = range(axis.index, len(prompts), axis.count) or [0]
+    newest: list[Mapping[str, Any]] = []
+    completions: list[Completion] = []
+    failure: NumericsError | None = None
+    try:
+        completions = generate_rows(
+            [prompts[i] for i in indices],
+            row_ids=[row_ids[i] for i in indices],
+            call=_announce_calls(call, newest, axis),
+        )
+    except NumericsError as error:  # NaN on this rank alone; raised below, on all ranks
+        failure = error
     # Other ranks are still generating: repeat the last call until all have finished.
     while any_rank(False, axis):
         call(model, newest[0])
-    local = [[i, attrs.asdict(x)] for i, x in zip(indices, completions, strict=True)]
+
+    def list_completions() -> list[list[Any]]:
+        if failure is not None:
+            raise failure
+        return [[i, attrs.asdict(x)] for i, x in zip(indices, completions, strict=True)]
+
     # In reverse, so that the first rank that has a completion wins: later ones may repeat prompt 0.
-    by_index = {i: x for part in all_gather_objects(local, axis)[::-1] for i, x in part}
+    parts = run_on_all_ranks(list_completions, axis)[::-1]
+    by_index = {i: x for part in parts for i, x in part}
     return [Completion(**by_index[i]) for i in range(len(prompts))]
 
 
@@ -640,6 +652,7 @@ def _make_batch(ids: Tensor, lengths: Sequence[int], positions: Tensor) -> dict[
 
 def _check_rows(
     prompts: Sequence[Sequence[int]],
+    row_ids: Sequence[int],
     model: Any,
     context: int,
     vocab_size: int | None,
@@ -671,3 +684,7 @@ def _check_rows(
                 f"new ones exceed the context of {context}; shorten it, generate fewer, or use a "
                 "sliding window, with slide=True"
             )
+    if len(row_ids) != len(prompts):
+        raise ValueError(
+            f"generate: got {len(prompts)} prompts but {len(row_ids)} row_ids; give one per prompt"
+        )
