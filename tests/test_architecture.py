@@ -46,17 +46,17 @@ ROOMS = [*CORE, *chain.from_iterable(WINGS.values()), "__main__"]
 REACHED = {
     # Of the library, where nothing else is said. What is read is tokens of code: lines can be made
     # few by packing more into each.
-    "tokens": 390_576,
-    "tokens of the core": 141_908,
-    "tokens a line": 8.7,
+    "tokens": 391_121,
+    "tokens of the core": 142_380,
+    "tokens a line": 8.693,
     "calls that unpack keywords": 48,
     "calls that unpack keywords in recipes": 0,
-    "calls that unpack keywords in tests": 52,
+    "calls that unpack keywords in tests": 53,
     "pieces of messages": 6,
-    "private functions used once": 571,
+    "private functions used once": 574,
     "words of the dialect": 29,
     "lines of code per comment": 15.853,
-    "public names": 546,
+    "public names": 548,
     "longest chain of imports": 14,
     "share of code that refuses": 0.105,
     "shared text of recipes": 0.466,
