@@ -393,9 +393,9 @@ def _clip_grads_(
     # On a CPU the norm can be read for free; elsewhere everything below stays on the device, and
     # the factor of a refused step is 1.
     is_on_host = can_read_values(norm) and scale is None
-    refused = _is_nonfinite(norm)
-    if is_on_host and refused:
-        return norm, refused
+    is_nonfinite = _is_nonfinite(norm)
+    if is_on_host and is_nonfinite:
+        return norm, is_nonfinite
     for index, (members, limit) in enumerate(parts):
         if scale is None and (limit is None or not math.isfinite(limit)):
             continue
@@ -409,11 +409,11 @@ def _clip_grads_(
                 continue
             factor = torch.full((), float(host_factor), dtype=part_norm.dtype)
         else:
-            factor = _clip_factor(part_norm, limit, refused, scale)
+            factor = _clip_factor(part_norm, limit, is_nonfinite, scale)
         grads = [get_local(p.grad) for p in members if p.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor)
-    return norm, refused
+    return norm, is_nonfinite
 
 
 def _clip_factor(
