@@ -878,7 +878,7 @@ def make(tokenizer):
 
 
 def no_children_are_left():
-    """Return whether all processes end soon; the thread of a pool may be noting it at the moment."""
+    """Return whether all processes end soon; a pool's thread may not have noted it yet."""
     deadline = time.monotonic() + 30
     while multiprocessing.active_children() and time.monotonic() < deadline:
         time.sleep(0.05)
