@@ -862,7 +862,7 @@ def test_a_process_without_a_heartbeat_is_named(source, out, encoders):
     )
     with pytest.raises(DataError, match=message):
         run(path, out, workers=2, timeout=2.0, make_encode=encoders.make_deadly)
-    assert multiprocessing.active_children() == []
+    assert no_children_are_left()
 
 
 SLOW = """
