@@ -250,16 +250,14 @@ def _compute_norms(
         norms = torch.linalg.vector_norm(stacked, norm_type, dim=0)
     if axis.count == 1:
         return norms
-    _refuse_sharded_axis(axis, [sharding[0] for sharding in by_sharding if sharding is not None])
+    _refuse_sharded_axis(axis, {sharding[0] for sharding in by_sharding if sharding is not None})
     # In fp64, as stages may differ in dtype, and a stage may have no trainable parameter.
     device = norms.device if by_sharding or copies else get_compute_device(axis)
     return _reduce_norms(norms.double().to(device), [axis.group], norm_type).to(norms.dtype)
 
 
-def _refuse_sharded_axis(axis: Axis, meshes: Sequence[Any]) -> None:
+def _refuse_sharded_axis(axis: Axis, meshes: Iterable[Any]) -> None:
     """Raise ConfigError if ranks of the axis share parameters, whose norm would be summed twice."""
-    if not meshes:
-        return
     ranks = {*dist.get_process_group_ranks(axis.group)}
     for mesh in meshes:
         shared = ranks.intersection(mesh.mesh.flatten().tolist())
