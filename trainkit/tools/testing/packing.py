@@ -130,6 +130,27 @@ def check_packing(
             got=outputs[off[0]],
             want=bound,
         )
+    worst, gradient = _check_gradients(call, model, batch, documents, alone, bound=bound, name=name)
+    return PackingDifference(
+        documents=len(documents),
+        output=max(outputs, default=0.0),
+        gradient=gradient,
+        worst=worst,
+        dtype=dtype,
+    )
+
+
+def _check_gradients(
+    call: Call,
+    model: nn.Module,
+    batch: Batch,
+    documents: Sequence[_Document],
+    alone: Sequence[Batch],
+    *,
+    bound: float,
+    name: str,
+) -> tuple[str, float]:
+    """Return the parameter with the largest difference, and that; raise if it exceeds the bound."""
     wanted = [
         _compute_gradient(
             call,
@@ -159,13 +180,7 @@ def check_packing(
             got=gradients[worst],
             want=bound,
         )
-    return PackingDifference(
-        documents=len(documents),
-        output=max(outputs, default=0.0),
-        gradient=gradients.get(worst, 0.0),
-        worst=worst,
-        dtype=dtype,
-    )
+    return worst, gradients.get(worst, 0.0)
 
 
 def _convert_to_widest(model: nn.Module, call: Call, batch: Batch) -> nn.Module:
