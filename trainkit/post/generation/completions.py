@@ -421,6 +421,19 @@ def generate_sharded(
     )
     if axis.count == 1 or len(prompts) == 0:
         return generate_rows(prompts, row_ids=row_ids, call=call)
+    return _generate_over_ranks(generate_rows, prompts, row_ids, model=model, call=call, axis=axis)
+
+
+def _generate_over_ranks(
+    generate_rows: Callable[..., list[Completion]],
+    prompts: Sequence[Sequence[int]],
+    row_ids: Sequence[int],
+    *,
+    model: Any,
+    call: Call,
+    axis: Axis,
+) -> list[Completion]:
+    """Generate every rank's share of the prompts, and return all completions on each rank."""
     # A rank without a prompt of its own runs the first one, to take part in the collectives.
     indices = range(axis.index, len(prompts), axis.count) or [0]
     newest: list[Mapping[str, Any]] = []
