@@ -46,7 +46,8 @@ def find_benchmarks(folder: Path) -> list[str]:
 
 def run_benchmark(root: Path, script: Path, limit: float) -> Run:
     """Run a script with the library of `root`, for at most `limit` seconds."""
-    environment = os.environ | {"PYTHONPATH": str(root)}
+    # The bounds are those of one thread, as a rank of several has; idle threads would spin.
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": str(root)}
     begin = time.perf_counter()
     try:
         done = subprocess.run(
