@@ -46,8 +46,7 @@ def find_benchmarks(folder: Path) -> list[str]:
 
 def run_benchmark(root: Path, script: Path, limit: float) -> Run:
     """Run a script with the library of `root`, for at most `limit` seconds."""
-    # The bounds are those of one thread, as a rank of several has; idle threads would spin.
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": str(root)}
+    environment = os.environ | {"PYTHONPATH": str(root)}
     begin = time.perf_counter()
     try:
         done = subprocess.run(
@@ -173,6 +172,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = HERE.parents[2]) -
     parser.add_argument("--limit", type=float, default=900, help="seconds that a run may take")
     parser.add_argument("--write", action="store_true", help="fill docs/benchmarks.md")
     options = parser.parse_args(arguments)
+    # The bounds are those of one thread, as a rank of several has; idle threads would spin.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     folder = HERE.parent.relative_to(HERE.parents[2])
     known = find_benchmarks(root / folder)
     names = options.only or known

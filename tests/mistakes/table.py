@@ -29,6 +29,13 @@ MISTAKES = [
     *_in(
         "trainkit",
         (
+            "grads.py",
+            "a norm is summed over ranks that hold the same shards",
+            "        if len(shared) > 1:\n            raise ConfigError(",
+            "        if len(shared) > 10**9:\n            raise ConfigError(",
+            "tests/parallel/test_fsdp.py",
+        ),
+        (
             "types.py",
             "a bound that must be exceeded may be met",
             "and (above is None or value > above)",
@@ -892,6 +899,13 @@ MISTAKES = [
     *_in(
         "trainkit/parallel",
         (
+            "fsdp.py",
+            "a wrong name of the blocks is found on several ranks alone",
+            "        # Also on one rank, so that a wrong name is found before a run on many.\n",
+            "        if is_alone:\n            return module\n",
+            "tests/parallel/test_fsdp.py",
+        ),
+        (
             "recompute.py",
             "of two results the second is kept",
             "number % self.every[group] == 0",
@@ -1356,6 +1370,20 @@ MISTAKES = [
     *_in(
         "trainkit/post/generation",
         (
+            "completions.py",
+            "a rank with bad row ids raises alone",
+            "    # All ranks check all prompts: a rank that raised alone would leave the others waiting.\n    _check_rows(\n        prompts, row_ids, model, context, vocab_size, max_new_tokens=max_new_tokens, slide=slide\n    )\n",
+            "",
+            "tests/parallel/test_generation.py",
+        ),
+        (
+            "completions.py",
+            "NaN on one rank leaves the others waiting",
+            "    except NumericsError as error:",
+            "    except ZeroDivisionError as error:",
+            "tests/parallel/test_generation.py",
+        ),
+        (
             "sampling.py",
             "a repetition penalty makes words below 0 likelier",
             "torch.where(logits < 0, logits * penalty, logits / penalty)",
@@ -1477,6 +1505,13 @@ MISTAKES = [
     *_in(
         "trainkit/text/prepare",
         (
+            "workers.py",
+            "processes that start no chunk are waited for forever",
+            "max(timeout, _MIN_START_SECONDS) if starts_at_once else math.inf",
+            "math.inf",
+            "tests/text/prepare/test_prepare.py",
+        ),
+        (
             "chunks.py",
             "a file that is written to while it is read goes unseen",
             "    return name, stat.st_size, stat.st_mtime_ns",
@@ -1500,6 +1535,13 @@ MISTAKES = [
     ),
     *_in(
         "trainkit/mesh",
+        (
+            "session.py",
+            "a field that the session ignores is taken",
+            "    _check_fields(fields)\n",
+            "",
+            "tests/test_mesh.py",
+        ),
         (
             "axes.py",
             "ranks of tensor parallelism lie far apart",
@@ -1617,6 +1659,13 @@ MISTAKES = [
     ),
     *_in(
         "trainkit/run",
+        (
+            "open_run.py",
+            "a sink of one's own is forgotten",
+            "                **(extra_sinks or {}),\n",
+            "",
+            "tests/run/test_run.py",
+        ),
         (
             "errors.py",
             "a reader of the output who leaves is a lost peer",
