@@ -54,6 +54,7 @@ class TrainkitError(ValueError):
         ('pp must be above 0, got 0', 'leave --pp away')
     """
 
+    # Codes are above 63, as in sysexits.h: its EX_USAGE is 64, EX_DATAERR 65, EX_IOERR 74.
     code = 64
 
     def __init__(
@@ -65,6 +66,7 @@ class TrainkitError(ValueError):
         want: object = None,
         hint: str | None = None,
     ) -> None:
+        # A traceback of Python shows only this text, so it has the hint as well.
         super().__init__(what if hint is None or hint in what else f"{what}: {hint}")
         self.what = what
         self.where = where
@@ -205,6 +207,7 @@ def check_range(
         return
     conditions = [] if is_finite else ["finite"]
     conditions += [f"{name} {bound}" for name, bound in bounds.items() if bound is not None]
+    # There is at least one: "finite", or a bound that a value breaks.
     *first, last = conditions
     raise ValueError(
         f"{function}: {' and '.join(arguments)} must be "
@@ -381,6 +384,7 @@ class Layout:
 
     def __str__(self) -> str:
         big = [f"{name} {degree}" for name, degree in self.degrees.items() if degree > 1]
+        # A fold says something only if an axis that it leaves out has ranks.
         fold = f", fold {self.fold_sp}" if self.count("sp_unfolded") > 1 else ""
         strided = "" if self.ep_adjacent else ", ep strided"
         return (" x ".join(big) or "solo") + fold + strided
@@ -528,8 +532,10 @@ class Numerics:
         return f"products of fp32 {self.matmul}, algorithms {kind}"
 
 
+# There are four values of `fold_sp`, and every count of an axis asks for one.
 @cache
 def _make_axes(fold_sp: FoldSP) -> Mapping[str, tuple[str, ...]]:
+    # All degrees but ep, which is a factor of fsdp and not of the world.
     world, dp, sp = tuple(Layout().degrees)[:-1], ("dp_replicate", "dp_shard"), ("ring", "ulysses")
     folded = tuple(name for name in sp if fold_sp in (name, "all"))
     return {
@@ -798,6 +804,7 @@ def apply_softcap(x: Tensor, softcap: float | None) -> Tensor:
         >>> apply_softcap(torch.tensor([0.0, 1e9]), 30.0)
         tensor([ 0., 30.])
     """
+    # Nearly x where |x| is far below the cap, and never beyond it.
     return x if softcap is None else softcap * (x / softcap).tanh()
 
 
@@ -835,6 +842,7 @@ class Bins:
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
+# Not uint64: a batch has large integers as int64.
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 
 
@@ -866,6 +874,7 @@ class Column:
         default=(),
         converter=tuple,
         validator=satisfies(
+            # Not isinstance, for which True is an int.
             lambda sizes: len(sizes) < 2 and all(type(k) is int and k > 0 for k in sizes),
             "() or (k,) with k above 0",
         ),
@@ -1175,6 +1184,7 @@ def log_info(message: str) -> None:
     Examples:
         >>> log_info("packed 3 rows")
     """
+    # As an argument: a message may contain percent signs.
     logging.getLogger("trainkit").info("%s", message)
 
 

@@ -88,8 +88,10 @@ def lock_run(
         ['lock']
     """
     path = Path(run_dir) / "lock"
+    # By it the other ranks recognize the file of this start, even on a host that sees it late.
     token = secrets.token_hex(8)
     with contextlib.ExitStack() as stack:
+        # The last is the lock; those before it are in directories that were moved away.
         files: list[BinaryIO] = []
 
         def lock(patience: float) -> str:
@@ -148,6 +150,7 @@ def _lock_file(path: Path, token: str, log: Log, patience: float) -> Iterator[Bi
         )
         file.write(orjson.dumps(attrs.asdict(holder) | {"token": token}) + b"\n")
         file.flush()
+        # From here on errors come from the run, and are not converted.
         opened.pop_all()
     with file:
         try:

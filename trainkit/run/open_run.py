@@ -156,6 +156,7 @@ def open_run(
     timeouts = timeouts or Timeouts()
     config = config_to_dict(config) if attrs.has(type(config)) else config
     folder = Path(run_dir)
+    # The saves count what they have written here, and the watch reads it.
     progress = SaveProgress()
     if numerics is not None:
         set_numerics(numerics)
@@ -199,6 +200,7 @@ def open_run(
 
 def _check_start(run: Run, numerics: Numerics | None) -> None:
     """Check that ranks agree on configuration and code, and log how they were launched."""
+    # Ranks may name the directory by different paths; `lock_run` has compared what is there.
     config = {f"config.{key}": x for key, x in (run.config or {}).items() if key != "out"}
     check_ranks_agree(run.ps.world, config | dict(run.software))
     for note in describe_launch(os.environ):
@@ -327,6 +329,7 @@ class Run:
         if rules is None and config is not None:
             rules = make_resume_rules(config, allow=_NAMES_ONLY)
         rules = rules or checkpoint.ResumeRules()
+        # Before the first step, not at the first save, hours later.
         checkpoint.check_disk_space(self.dir, stages, axis=self.ps.world, log=self.log)
         state = checkpoint.resume(
             self.dir,
@@ -337,6 +340,7 @@ class Run:
             request=request,
             facts=self.facts,
             rules=attrs.evolve(rules, allow=(*rules.allow, _SOFTWARE)),
+            # Collected, because the event "resume" has the messages too.
             log=self.resume_messages.append,
         )
         self.log("\n".join(self.resume_messages) or "starting from scratch")
@@ -357,6 +361,7 @@ class Run:
         if first is not None:
             start |= hash_initial_weights(first, stages, self.ps)
         if callable(facts):
+            # Some facts are functions of the number of global batches so far.
             return lambda batches: {**facts(batches), **start}
         return {**facts, **start}
 
@@ -450,6 +455,7 @@ class Run:
         if stop:
             return EXIT_SAVED
         self.phase("the end", allow=self.timeouts.start_timeout)
+        # All ranks take part in this; the files below are those of the first.
         write_final(self.dir, state, modules_of(stages), optimizer, self.ps)
         if self.ps.world.index == 0:
             metrics = self.dir / "metrics.jsonl"
@@ -514,6 +520,7 @@ class Loop:
         """
         run = self._run
 
+        # A hook before the step: the count has to change before any parameter does.
         def count(*_: Any) -> None:
             self._optimizer_steps += 1
 
@@ -540,6 +547,7 @@ class Loop:
                 yield self
             finally:
                 counting.remove()
+            # Without an exception, so the steps since the last read are good ones.
             if self._pending:
                 self._read_pending(self._pending[-1][0])
             if self._stop_reason:
@@ -565,6 +573,7 @@ class Loop:
             config=run.config,
             retention=self._checkpoints.retention,
             background=self._checkpoints.background_saves,
+            # At least as long as this `watch_ranks` waits by default.
             grace=run.timeouts.grace or 25.0,
             # No power cut then loses lines of steps that no restart repeats.
             before_commit=partial(fsync_jsonl, run.dir),
@@ -656,6 +665,7 @@ class Loop:
             f"held out: {results['loss']:.4f} {nats}per {unit}, {results[f'{unit}s']} {unit}s"
         )
         self._score = state.step, score
+        # The seconds of the next step do not contain the evaluation.
         self._step_start = time.perf_counter()
         return state
 
@@ -674,8 +684,10 @@ class Loop:
             state = self._read_pending(state)
             self._last_saved = state.step
             self._save(state, self._get_score(state.step))
+        # A save has interrupted the steps anyway.
         self._collect(idle=is_saved)
         self._last_step = state.step
+        # Pending steps share the time since the first of them began.
         if not self._pending:
             self._step_start = time.perf_counter()
         return self._stop_reason
@@ -755,6 +767,7 @@ class Loop:
             )
             self._step_start = time.perf_counter()
             if checked.step < at_step.step:
+                # The run is at a checkpoint again, which has all of its state.
                 self._last_saved = checked.step
                 return self._set_current(checked)
             newest_health = checked.health
@@ -864,6 +877,7 @@ def gather_facts(
     known |= {f"fingerprint of {name}": fingerprint(x) for name, x in (corpora or {}).items()}
     if context is not None:
         source = None if first is None else first.source
+        # A pretrained model does not lose a longer context by training on shorter rows.
         is_known = source is not None and is_hf_folder(source)
         known["context"] = max(context, open_folder(source).full_context if is_known else 0)
     if template is not None:

@@ -58,6 +58,8 @@ def _hash_library() -> str:
 def _hash_files(root: Path | None, files: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
+        # Names end in a null byte and hashes have a fixed length, so that no two lists of files
+        # give the same bytes.
         digest.update(f"{file.relative_to(root) if root else ''}\0".encode())
         digest.update(hashlib.sha256(file.read_bytes()).digest() if file.is_file() else b"")
     return digest.hexdigest()[:16]
@@ -135,6 +137,7 @@ def _flatten(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping) and value:
             flat |= _flatten(value, f"{prefix}{name}.")
         else:
+            # Paths and records become texts, which compare equal on all ranks.
             flat[f"{prefix}{name}"] = orjson.loads(orjson.dumps(value, default=str))
     return flat
 

@@ -103,6 +103,7 @@ def open_run_sinks(
                 isolate_sinks(bar, log=warn, patience=patience) as progress,
                 isolate_sinks(makers, log=warn, patience=patience) as others,
             ):
+                # The file comes before what only shows the step.
                 record = tee(count, lines, progress, _add_prefix(others))
                 yield record, _send_evaluations(event, others)
 
@@ -122,6 +123,7 @@ def _send_evaluations(event: WriteEvent, sink: Sink) -> WriteEvent:
         if name == "evaluation" and "step" in facts:
             step = facts.pop("step")
             results = {f"eval/{key}": value for key, value in facts.items()}
+            # A number of tokens is no curve; it is the same at every evaluation.
             sink(step, {key: value for key, value in results.items() if key != "eval/tokens"})
             facts = {"step": step, **results}
         event(name, **facts)

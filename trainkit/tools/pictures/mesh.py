@@ -104,6 +104,7 @@ def plot_mesh(layout: Layout, path: str | Path) -> Path:
     places = mesh_places(layout)
     if len(places) > _LIMIT:
         raise ValueError(f"plot_mesh: {len(places)} ranks are more than the {_LIMIT} drawn legibly")
+    # An axis of one rank divides nothing, and has no row.
     names = [name for name in layout.axes["world"] if layout.count(name) > 1]
     rows = [*names, "rank", "tokens", "parameters"]
     rows += ["ep", "expert_fsdp"] if layout.ep > 1 else []
@@ -141,7 +142,7 @@ def _format_count(number: int, noun: str) -> str:
 def _draw_axes(axes: Axes, places: list[RankPlace], names: list[str]) -> None:
     """Draw each axis as a row of boxes, divided where an axis above it is."""
     for row in range(len(names)):
-
+        # The default binds the row of this turn, not that of the last.
         def get_indices(place: RankPlace, depth: int = row + 1) -> tuple[int, ...]:
             return tuple(place.index[name] for name in names[:depth])
 
@@ -163,6 +164,7 @@ def _draw_leaves(axes: Axes, places: list[RankPlace], row: float, name: str) -> 
 
 def _format_letters(value: int) -> str:
     """Return A to Z, then AA, AB, and so on."""
+    # Like the columns of a spreadsheet: there is no zero among the letters.
     before = _format_letters(value // 26 - 1) if value >= len(_LETTERS) else ""
     return before + _LETTERS[value % 26]
 

@@ -99,6 +99,7 @@ def estimate_block(job: Job, layout: Layout, *, fused_norms: bool, experts: bool
     passed = input_bytes + 2 * width * (item if fused_norms else FP32)
     saved, movable, recomputed = num_bytes, num_bytes, list[Result]()
     if mode is not None:
+        # The block's input is saved in any case, and takes part of the budget.
         budget = mode.budget
         is_saved = mode if budget is None else fitting(results, budget * num_bytes - input_bytes)
         recomputed = [x for x in results if not is_saved(x.group, x.number)]
@@ -372,6 +373,7 @@ def has_full_logits(job: Job, layout: Layout) -> bool:
         >>> has_full_logits(job, Layout()), has_full_logits(job, Layout(tp=2))
         (True, False)
     """
+    # See `linear_cross_entropy`, whose choice this repeats.
     few = tokens_per_microbatch(job, layout) * job.config.vocab_size <= _MAX_CHUNK_LOGITS
     return job.loss == "plain" or (few and job.precision.compute == "fp32" and layout.tp == 1)
 

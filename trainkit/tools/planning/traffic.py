@@ -173,6 +173,7 @@ def _estimate_tensor_parallel(job: Job, layout: Layout, pp_rank: int) -> Iterato
     # Calls, and columns, of one pass over the inputs of all attention layers.
     input_calls = turns * part.layers * len(attention_inputs)
     input_columns = turns * part.layers * sum(attention_inputs)
+    # Of D columns: inputs of MLPs and head, and gradients of what forward has scattered.
     hidden_calls = turns * (part.layers + dense * (1 + forwards) + part.embedding + part.head)
     plain_calls = turns * part.head if job.loss == "plain" else 0
     calls = input_calls * forwards + hidden_calls + plain_calls
@@ -187,6 +188,7 @@ def _estimate_tensor_parallel(job: Job, layout: Layout, pp_rank: int) -> Iterato
     # Flat buffers of the gradients of replicated parameters, and a flag for each parameter.
     units = compute_units(job, layout)
     replicated = units.whole(part.numbers)
+    # tp replicates the norm before the head, and learned positions, as well.
     own = (replicated + units.norm * part.head + units.positions * part.embedding).trained
     calls = math.ceil(own.shard / BUCKET)
     yield Transfer("tp", layout.tp, "all_reduce", calls, (own.shard + own.tensors) * FP32)
@@ -211,6 +213,7 @@ def _estimate_sequence(job: Job, layout: Layout, pp_rank: int) -> Iterator[Trans
     sends = runs * ((forwards + 1) * (n - 1) + n)
     data = runs * block * ((forwards + 1) * (n - 1) * job.itemsize + n * FP32)
     yield Transfer("ring", n, "send", sends, data)
+    # In backward gradients go the same ways in the opposite direction.
     there, back = round(tokens * (q + k + v)), round(tokens * out)
     calls = runs * 2 * (forwards + 1)
     data = runs * (forwards + 1) * (there + back) * job.itemsize

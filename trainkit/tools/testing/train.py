@@ -51,8 +51,10 @@ MakePlan = Callable[[ParallelState, LayoutCase], Sequence[ModelTransform]]
 """`MakePlan(ps, case) -> transforms`: the plan of `build_stages` in a case."""
 
 MakeLoss = Callable[[ParallelState], Loss]
-MakeStages = Callable[[ParallelState], Stages]
 """`MakeLoss(ps) -> Loss`: for a loss that communicates."""
+
+MakeStages = Callable[[ParallelState], Stages]
+"""`MakeStages(ps) -> stages`: by `build_stages`, or of a plain module for the reference."""
 
 Optimizers = Callable[[Sequence[nn.Module], Axis], torch.optim.Optimizer]
 """`Optimizers(stages, pp) -> optimizer` of a rank's stages, with the pipeline's axis."""
@@ -164,6 +166,7 @@ def train_plain(training: Training) -> Outcome:
         Opens the process group of one rank and closes it.
     """
     model = plain_model(training)
+    # One microbatch with all rows is the plainest form of a step, in which nothing is summed up.
     return _train(
         training,
         LayoutCase(rows_per_microbatch=None),
@@ -212,6 +215,7 @@ def _train(training: Training, case: LayoutCase, make_stages: MakeStages) -> Out
         loss: Any = training.loss
         forward_backward = make_forward_backward(
             stages,
+            # A `Loss` has terms; a `MakeLoss` makes one for this layout.
             loss if hasattr(loss, "terms") else loss(ps),
             call=training.call,
             reduce=case.layout.reduce,
@@ -220,6 +224,7 @@ def _train(training: Training, case: LayoutCase, make_stages: MakeStages) -> Out
         norms: list[Tensor] = []
         hashes: list[int] = []
         for step in range(training.steps):
+            # A recipe's step, in its order; only the batch comes without a corpus.
             microbatches = distribute_batch(
                 training.make_batches(step),
                 ps.data_shard,
@@ -271,6 +276,7 @@ def _get_state(
     for name, p in named.items():
         owner = name.removesuffix(COPY_SUFFIX)  # of a tied embedding, which the last stage copies
         for key, value in optimizer.state.get(p, {}).items():
+            # Some optimizers count steps in Python numbers, which must agree as well.
             if isinstance(value, Tensor | int | float):
                 copy = name.removeprefix(owner)
                 state[f"{owner}/{key}{copy}"] = torch.as_tensor(value)
@@ -299,6 +305,8 @@ def compare_layout(training: Training, case: LayoutCase, wanted: Outcome) -> Dif
             name: relative(found.terms.get(name, []), wanted.terms.get(name, []))
             for name in found.terms | wanted.terms
         },
+        # A stage with nothing to train has its norms in fp32, to which those of the reference are
+        # rounded.
         relative(found.norms, np.asarray(wanted.norms, found.norm_dtype)),
         _compute_distances(found.parameters, wanted.parameters, floors={}),
         _compute_distances(
@@ -339,18 +347,22 @@ def relative(found: Any, wanted: Any) -> float:
 
 
 def _find_largest(values: np.ndarray[Any, Any]) -> float:
+    # Other elements count as 0 here: `_compute_distance` compares where they are.
     finite = np.isfinite(values)
     return float(np.abs(values, where=finite, out=np.zeros_like(values)).max(initial=0.0))
 
 
 def _compute_distance(part: Held, full: np.ndarray[Any, Any], *, floor: float = 0.0) -> float:
     a, sizes = part.values, zip(part.offset, part.values.shape, strict=True)
+    # A shard beyond the end of the tensor would give a shorter slice, not an error.
     b = full[tuple(slice(start, start + size) for start, size in sizes)]
     if a.shape != b.shape or not np.array_equal(np.isfinite(a), np.isfinite(b)):
         return math.inf
     distance = float(np.abs(a - b, where=np.isfinite(b), out=np.zeros_like(b)).max(initial=0.0))
+    if distance == 0:
+        return 0.0
     largest = max(_find_largest(full), floor)
-    return 0.0 if distance == 0 else distance / largest if largest else math.inf
+    return distance / largest if largest else math.inf
 
 
 def _make_typed_model(make_model: Callable[[], nn.Module], tier: Tier) -> nn.Module:
@@ -358,6 +370,7 @@ def _make_typed_model(make_model: Callable[[], nn.Module], tier: Tier) -> nn.Mod
     model = make_model()
     # `reversed`, so that the message names the first parameter of each dtype.
     first = {p.dtype: name for name, p in reversed([*model.named_parameters()])}
+    # By precision: fp64 has the smallest epsilon, bf16 the largest.
     dtypes = sorted((x for x in first if x.is_floating_point), key=lambda x: torch.finfo(x).eps)
     if len(dtypes) < 2:
         return model.to(getattr(torch, tier.dtype))

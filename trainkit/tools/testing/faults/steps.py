@@ -167,6 +167,7 @@ def _replace_steps(
 
 
 def _is_due(at: At, ranks: Ranks, state: TrainState) -> bool:
+    # At each step, since an injector may be made before the process group is.
     rank = dist.get_rank() if dist.is_initialized() else 0
     if ranks is not None and rank not in ({ranks} if isinstance(ranks, int) else ranks):
         return False
