@@ -472,7 +472,10 @@ class Precision:
     """
 
     storage: Literal["fp32", "bf16"] = attrs.field(
-        default="fp32", validator=one_of("fp32", "bf16"), metadata={"on_resume": "refuse"}
+        # `run.config` reads the metadata: a checkpoint has the parameters in one dtype.
+        default="fp32",
+        validator=one_of("fp32", "bf16"),
+        metadata={"on_resume": "refuse"},
     )
     """The dtype of parameters; in bf16 the optimizer rounds them stochastically, or with
     --optimizer-options rounding=kahan by Kahan summation."""
@@ -594,6 +597,7 @@ class DataShard:
 def _set_fields(record: object, **fields: Any) -> None:
     """Set fields of a frozen record in its own `__init__`, which torch.compile can trace."""
     for name, value in fields.items():
+        # A frozen class's own __setattr__ raises.
         object.__setattr__(record, name, value)
 
 

@@ -403,6 +403,7 @@ class Run:
         device = self.ps.device
         default_interval = 1 if device.type == "cpu" else _LOG_EVERY
         peak = logging.peak_flops
+        # A CPU has no data sheet, so mfu needs a number from the user.
         if peak is None and device.type == "cuda":
             peak = peak_flops(torch.cuda.get_device_name(device))
         if state.step >= steps:
@@ -425,6 +426,7 @@ class Run:
             replay,
             {
                 **named_sinks(logging.sinks, self.dir, config=self.config),
+                # A sink of your own may take the name of one above.
                 **(extra_sinks or {}),
             },
         )
@@ -682,6 +684,7 @@ class Loop:
         )
         if is_saved:
             state = self._read_pending(state)
+            # Before the save, which may fail: `_is_saved` looks at the disk as well.
             self._last_saved = state.step
             self._save(state, self._get_score(state.step))
         # A save has interrupted the steps anyway.
@@ -762,6 +765,7 @@ class Loop:
             checked = guard(
                 attrs.evolve(at_step, health=health.copy_loss_scale(at_step.health, newest_health)),
                 record,
+                # Only the newest batch is at hand, to compute a bad step again.
                 self._batch if at_step is steps[-1][0] else None,
                 seen=at_step.health,
             )
@@ -791,6 +795,7 @@ class Loop:
                 )
             return None
         try:
+            # The guard would communicate, and other ranks may be dead.
             state = self._read_pending(state, self._check_alone)
         except NumericsError:  # all ranks decide together about what follows from it
             return None

@@ -271,6 +271,7 @@ def watch_ranks(
         guard = threading.Thread(target=_guard_the_watch, args=(rank, stop), daemon=True)
 
         def phase(name: str, allow: float | None = None) -> None:
+            # One assignment, so that the watching thread never sees a half of it.
             rank.main.phase = Phase(name, rank.main.phase.allow if allow is None else allow)
 
         thread.start()
@@ -330,6 +331,7 @@ def _make_watch(team: _Team, options: _Options, *, allow: float) -> _Watch:
 @contextlib.contextmanager
 def _show_crashes() -> Iterator[None]:
     """Let Python print its stack if the process crashes (a bus error: a mapped file was cut)."""
+    # `run_main` or the user has switched it on, and it stays on.
     if faulthandler.is_enabled():
         yield
         return
@@ -449,6 +451,7 @@ def _look_around(rank: _Watch) -> None:
     """Read the others' beats: rank 0 always, as it warns; the rest when they may have to act."""
     beat = rank.pulse.beat
     near_end = rank.clock.elapsed > beat.allow - _AHEAD or rank.alarms.stopping
+    # Rank 0 looks for stragglers all the time, and the more rarely the more ranks there are.
     is_turn = rank.team.own.rank == 0 and beat.count % (1 + len(rank.team.members) // 64) == 0
     if not (near_end or is_turn):
         return
@@ -511,6 +514,7 @@ def _check_directory(rank: _Watch) -> None:
 
 def _act(rank: _Watch, *, passed: float) -> None:
     """End the process if the main thread, which could go on or end by itself, does not."""
+    # It is ending by itself.
     if rank.main.is_unwinding or rank.main.state != "running":
         return
     team = rank.team
@@ -691,6 +695,7 @@ def is_echo(error: BaseException) -> bool:
 
 def _report_own(rank: _Watch, error: BaseException) -> BaseException:
     """Write down for the other ranks what went wrong here, and return the error to raise."""
+    # It is about another rank: there is nothing to report of this one.
     if isinstance(error, PeerError):
         return error
     team = rank.team

@@ -75,6 +75,7 @@ def measure_goodput(
         lives.append((start, min(next_start, max(last_event, start + worked))))
     wall = math.fsum(end - begin for begin, end in lives)
     return Goodput(
+        # Steps are timed by another clock than events, so the ratio may be a little above 1.
         share=min(1.0, productive / wall) if wall > 0 else 0.0,
         productive=productive,
         wall=wall,

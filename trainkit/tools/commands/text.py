@@ -47,6 +47,7 @@ def _format_table(rows: Sequence[Mapping[str, Any]]) -> str:
     for name in names:
         cells = [name, *(_format_cell(row[name], name) for row in rows)]
         width = max(map(len, cells))
+        # Not isinstance: a bool is shown as a word.
         is_number = type(rows[0][name]) in (int, float)
         columns.append([x.rjust(width) if is_number else x.ljust(width) for x in cells])
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
@@ -65,6 +66,7 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, str]]:
 
 def _format_cell(value: Any, name: str = "") -> str:
     match value:
+        # Before int, of which bool is a subclass.
         case bool():
             text = "yes" if value else "no"
         case int() if name == "saved":

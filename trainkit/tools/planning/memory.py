@@ -137,6 +137,7 @@ def _estimate_optimizer(job: Job, blocks: Params, ends: Params) -> tuple[int, in
         kind.low_precision_moments and options.get("moments", "fp32") != "fp32"
     )
     counts = FP32 * max(kind.counts, int(is_stochastic)) * (blocks + ends).trained.tensors
+    # In proportion to elements, as parameters of one group have about equal state per element.
     largest = max(round(size * own.largest / max(own.whole, 1)) for own, size in sizes)
     return sum(round(size) for _, size in sizes) + counts, largest
 
@@ -208,6 +209,7 @@ def _estimate_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) ->
     cast_of_stage, cast_of_block = _estimate_casts(job, layout, part, units)
     layers = [layer for layer, _ in units.counts(part.numbers)]
     reduced_units = [params.trained for x in layers for params in (x.block, x.sharded_experts)]
+    # A rank without the output layer has no logits.
     head = Head()
     if part.head:
         weight = units.embedding if job.config.tied else units.head

@@ -8,6 +8,7 @@ import torch
 from trainkit.parallel.check_layout import find_problems
 from trainkit.types import Layout
 
+# Nearly every name has one of these.
 _SHORT = {"dp_replicate": "replica", "dp_shard": "dp"}
 
 

@@ -145,6 +145,7 @@ def certify(
     chosen = tier_called(tier)
     is_exact = chosen.name == "exact"
     training = Training(
+        # A partial has no name, so that its type has to do.
         title=title or getattr(make_model, "__name__", type(make_model).__name__),
         tier=chosen,
         make_model=make_model,
@@ -295,6 +296,7 @@ def _make_packing_row(training: Training) -> CertificateRow | None:
     with torch.no_grad():
         if not tensors_of(training.call(model, batch), batch.input_ids.shape):
             return None
+    # One process has the tokens of its batch, by definition.
     row = CertificateRow("packed documents", 1, batches=True)
     try:
         found = check_packing(model, training.call, batch=batch)
@@ -383,6 +385,7 @@ def _read_rows(
         paths = [folder / f"{index}_{rank}" for rank in range(job.case.world)]
         if index in skip or not all(path.exists() for path in paths):
             continue
+        # JSON has no tuples: offsets and shapes come back as lists.
         ranks = [Differences(**json.loads(path.read_text())) for path in paths]
         reference = job.reference
         parameters = _find_largest_differences(
@@ -390,6 +393,7 @@ def _read_rows(
         )
         state = _find_largest_differences(reference.state, ranks, [rank.state for rank in ranks])
         differences = parameters | state
+        # Each column shows the worst rank.
         rows[index] = CertificateRow(
             job.case.name,
             job.case.world,

@@ -107,6 +107,7 @@ def check_packing(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     batch = to_device(_default_batch(model) if batch is None else batch, device)
     name, model = type(model).__name__, _convert_to_widest(model, call, batch)
+    # Quantized codes are integers, and say nothing about the arithmetic.
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
     # A model in several dtypes is as exact as the least precise of them.
     dtype = max(dtypes, key=lambda x: torch.finfo(x).eps, default=torch.float64)
@@ -191,6 +192,7 @@ def _check_gradients(
 def _convert_to_widest(model: nn.Module, call: Call, batch: Batch) -> nn.Module:
     """Return a copy of a model in fp64, or else in fp32, or else in the dtypes that it has."""
     for dtype in (torch.float64, torch.float32):
+        # Dropout would draw other noise for other shapes.
         copied = copy.deepcopy(model).to(dtype).eval()
         try:
             with torch.no_grad(), warnings.catch_warnings(action="ignore"):

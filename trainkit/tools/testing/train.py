@@ -170,6 +170,7 @@ def train_plain(training: Training) -> Outcome:
     return _train(
         training,
         LayoutCase(rows_per_microbatch=None),
+        # Every axis has one rank, so nothing communicates.
         lambda ps: attach_axes([model.to(ps.device)], ps),
     )
 
@@ -182,6 +183,7 @@ def plain_model(training: Training) -> nn.Module:
     with torch.no_grad():
         for name, p in model.named_parameters():
             fill = partial(fills[name], weights) if name in fills else weights
+            # The box of the whole tensor begins at the origin.
             p.copy_(fill(name, tuple(p.shape), (0,) * p.ndim))
     return model
 
@@ -389,4 +391,5 @@ def _make_typed_model(make_model: Callable[[], nn.Module], tier: Tier) -> nn.Mod
 
 def _get_shard(tensor: Tensor) -> Held:
     box = get_local_box(tensor)
+    # In fp64 on a CPU all steps before `copy` return the memory of the tensor itself.
     return Held(box.local.detach().to(torch.float64).cpu().numpy().copy(), box.offset)
