@@ -193,7 +193,7 @@ def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, Any]:
     # One flat buffer of 64 bits for each device: a transfer of each tensor would wait each time.
     for device in {value.device for value in tensors.values()}:
         on_device = {name: value for name, value in tensors.items() if value.device == device}
-        # fp64 has every value of narrower dtypes; its bits travel as int64, beside the integers.
+        # fp64 has every value of narrower dtypes; its bits travel as int64, among the integers.
         flat = [
             (x.double().view(torch.int64) if x.is_floating_point() else x.long()).flatten()
             for x in on_device.values()

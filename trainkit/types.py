@@ -154,6 +154,7 @@ def needs_extra(extra: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
+        # `name` is the module that is missing, which may be one that the library itself imports.
         raise ConfigError(
             f"{error.name} is missing",
             where=error.name,
@@ -282,6 +283,7 @@ def one_of(*choices: Any) -> Validator:
     return satisfies(lambda value: value in choices, f"one of {', '.join(map(repr, choices))}")
 
 
+# NaN fails all three, as every comparison with it is false.
 positive = satisfies(lambda value: value > 0, "above 0")
 """An attrs validator: the value is above 0."""
 non_negative = satisfies(lambda value: 0 <= value < math.inf, "at least 0 and finite")
@@ -447,6 +449,7 @@ class Layout:
                 want=world,
             )
         fsdp = filled.count("fsdp")
+        # Checked here, as a dp_shard of -1 has its value only now.
         if fsdp % self.ep:
             raise ConfigError(
                 f"ep {self.ep} does not divide the {fsdp} ranks that parameters are sharded over "
@@ -508,8 +511,8 @@ class Precision:
     def __str__(self) -> str:
         # fp32 throughout needs no details.
         others = self.storage, self.reduction, self.moments
-        if {self.compute, *others} == {"auto"} or {self.compute, *others} <= {"auto", "fp32"}:
-            return self.compute if self.compute != "auto" else "fp32"
+        if {self.compute, *others} <= {"auto", "fp32"}:
+            return "fp32"
         return "{} (parameters {}, sums {}, moments {})".format(self.compute, *others)
 
 
@@ -539,7 +542,9 @@ class Numerics:
 @cache
 def _make_axes(fold_sp: FoldSP) -> Mapping[str, tuple[str, ...]]:
     # All degrees but ep, which is a factor of fsdp and not of the world.
-    world, dp, sp = tuple(Layout().degrees)[:-1], ("dp_replicate", "dp_shard"), ("ring", "ulysses")
+    world = tuple(Layout().degrees)[:-1]
+    dp = ("dp_replicate", "dp_shard")
+    sp = ("ring", "ulysses")
     folded = tuple(name for name in sp if fold_sp in (name, "all"))
     return {
         "world": world,
@@ -601,6 +606,7 @@ def _set_fields(record: object, **fields: Any) -> None:
         object.__setattr__(record, name, value)
 
 
+# Records with tensors, arrays or groups compare by identity: `==` of two arrays is no bool.
 @attrs.frozen(eq=False)
 class Axis:
     """A mesh axis seen from one rank: its name, index, size and process group.
@@ -993,6 +999,7 @@ class Batch(Mapping[str, Any]):
         return iter((*BATCH_TENSORS, "spans", *self.extra))
 
     def __len__(self) -> int:
+        # One more for the spans.
         return len(BATCH_TENSORS) + 1 + len(self.extra)
 
     # A Mapping compares by items, which is ambiguous for tensors: batches compare by identity.
@@ -1169,6 +1176,7 @@ Schedule = Callable[[int], float]
 Sink = Callable[[int, Mapping[str, Any]], None]
 """`Sink(step, values) -> None`: where metrics go."""
 
+# `...`, since a Callable cannot name its keywords.
 OpenSink = Callable[..., AbstractContextManager[Sink]]
 """`open_sink(step=step)`: a context manager that yields a sink for the steps after `step`."""
 

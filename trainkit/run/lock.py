@@ -168,7 +168,8 @@ def _open_locked(path: Path, patience: float) -> BinaryIO:
     while True:
         # A link is not followed: it could lead to a file that is no lock, and is overwritten.
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b")
-        is_locked, is_late = _try_lock(file), time.monotonic() >= deadline
+        is_locked = _try_lock(file)
+        is_late = time.monotonic() >= deadline
         # Between open and flock the last owner may have removed the file: then this lock is on a
         # file that nobody else will open, and the next attempt gets the new one.
         if is_locked and (_is_same_file(file, path) or is_late):

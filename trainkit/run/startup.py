@@ -91,6 +91,7 @@ def check_ranks_agree(axis: Axis, facts: Mapping[str, Any]) -> None:
     hashes = all_gather_objects(hashlib.sha256(text).hexdigest(), axis)
     if len(set(hashes)) == 1:
         return
+    # The ranks differ, so all values are sent to say in what.
     difference = find_difference(all_gather_objects(flat, axis))
     assert difference is not None
     field, message = difference

@@ -84,7 +84,8 @@ def isolate_sinks(
 
     def write(step: int, values: Mapping[str, Any]) -> None:
         # A copy, since the caller may change its dict before the sink's thread reads it.
-        line, now = (step, copy(values)), time.monotonic()
+        line = (step, copy(values))
+        now = time.monotonic()
         for sink in sinks:
             report(sink)
             if not (waiting := sink.lines.qsize()):

@@ -434,7 +434,7 @@ def _recreate_if_removed(file: int, path: Path, report: Report) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     new = _open(path)
-    # The number stays, so whoever writes to it goes on unchanged.
+    # The number stays, so that the writer goes on unchanged.
     os.dup2(new, file, inheritable=False)
     os.close(new)
     report(

@@ -210,6 +210,7 @@ def _verify(options: argparse.Namespace) -> tuple[Any, int]:
     for path in of_run or [directory]:
         ok, problems = _check_files(path)
         reports.append({"checkpoint": str(path), "ok": ok, "problems": problems})
+    # A run gives a list, even of one checkpoint; a checkpoint gives one report.
     if of_run:
         return reports, _DAMAGED if any(report["ok"] is False for report in reports) else 0
     if not existed:

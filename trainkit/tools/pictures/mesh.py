@@ -119,7 +119,6 @@ def plot_mesh(layout: Layout, path: str | Path) -> Path:
     axes.set_ylim(len(rows) + 0.3, 0)
     axes.set_xlim(0, len(places))
     axes.set_xticks([])
-    axes.tick_params(axis="y", labelcolor=drawing.INK)
     axes.set_title(
         f"{_format_count(len(places), 'rank')}: {layout}" if names else "1 rank",
         loc="left",
@@ -131,6 +130,7 @@ def plot_mesh(layout: Layout, path: str | Path) -> Path:
     label = f"{_format_count(num_tokens, 'part')} of the tokens, {num_parameters} of the parameters"
     axes.set_xlabel(label, loc="left", color=drawing.GREY)
     drawing.bare(axes)
+    # After `bare`, which makes all labels grey.
     axes.tick_params(axis="y", labelcolor=drawing.INK)
     return drawing.save_picture("plot_mesh", figure, path)
 
@@ -171,7 +171,8 @@ def _format_letters(value: int) -> str:
 
 def _draw_box(axes: Axes, ranks: list[int], row: float, text: str, colour: str) -> None:
     edge = "#c4c8cf" if colour == "#ffffff" else "white"
-    sides, width = (row + 0.05, 0.9), len(ranks)
+    sides = (row + 0.05, 0.9)
+    width = len(ranks)
     axes.broken_barh([(ranks[0] + 0.03, width - 0.06)], sides, facecolor=colour, edgecolor=edge)
     axes.text(
         ranks[0] + width / 2,

@@ -140,7 +140,8 @@ def plot_zigzag(lengths: Sequence[int], ring: int, path: str | Path) -> Path:
     drawing.check_picture("plot_zigzag", Path(path))
     if ring > 8:
         raise ValueError(f"plot_zigzag: there are colors for at most 8 ranks, got {ring}")
-    chunks, blocks = zigzag_chunks(lengths, ring), ring_blocks(lengths, ring)
+    chunks = zigzag_chunks(lengths, ring)
+    blocks = ring_blocks(lengths, ring)
     height = 0.24 * (ring + 1) + 0.2  # inches of the shards, a row for each rank
     figure = drawing.new_figure(9, height + 5.2)
     grid = figure.add_gridspec(2, 2, height_ratios=[height, 4.6], width_ratios=[4.6, 2.6])

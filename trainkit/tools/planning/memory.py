@@ -117,6 +117,7 @@ def estimate_memory(
 
 def _estimate_optimizer(job: Job, blocks: Params, ends: Params) -> tuple[int, int]:
     """Return the bytes of optimizer state: of all parameters, and of the largest one."""
+    # The job's own options win over those that its precision implies.
     options = {
         **list_precision_options(job.optimizer, job.precision),
         **dict(job.optimizer_options),
@@ -150,13 +151,17 @@ def _has_mean(job: Job) -> bool:
 def _estimate_rank_memory(
     job: Job, layout: Layout, pp_rank: int, *, fused_norms: bool, in_backward: bool
 ) -> MemoryEstimate:
-    part, units = find_part(job, layout, pp_rank), compute_units(job, layout)
-    ends, blocks = get_ends(part, units, tied=job.config.tied), get_blocks(part, units)
-    own, rank = (blocks + ends).trained, _estimate_rank(job, layout, pp_rank, fused_norms)
+    part = find_part(job, layout, pp_rank)
+    units = compute_units(job, layout)
+    ends = get_ends(part, units, tied=job.config.tied)
+    blocks = get_blocks(part, units)
+    own = (blocks + ends).trained
+    rank = _estimate_rank(job, layout, pp_rank, fused_norms)
     parameters = (blocks + ends).nbytes(job.stored)
     gradients = own.shard * FP32
     optimizer, largest_state = _estimate_optimizer(job, blocks, ends)
     buffers = estimate_buffers(job, layout, pp_rank)
+    # Gradients are complete only in the last backward, so with several they stay until the step.
     if in_backward and not rank.later:
         rank = attrs.evolve(rank, stays=False)
     phases = _estimate_phases(rank)
@@ -172,9 +177,11 @@ def _estimate_rank_memory(
         phases["sum over tp"] = rank.gradients + _count_buffer_elements(replicated) * FP32
     peak_phase = max(phases, key=lambda name: phases[name])
     is_state_on_host = layout.cpu_offload or job.offload_optimizer
+    # Products with a bool: what is offloaded counts 0 here and in `host` instead.
     between = (not layout.cpu_offload) * parameters + (not is_state_on_host) * optimizer
     host = parameters + optimizer - between + layout.cpu_offload * gradients + rank.moved
-    one, shard = rank.activations, rank.sharding
+    one = rank.activations
+    shard = rank.sharding
     return MemoryEstimate(
         parameters=parameters,
         gradients=gradients if rank.stays else 0,
@@ -196,8 +203,10 @@ def _estimate_rank_memory(
 
 
 def _estimate_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -> _Rank:
-    part, units = find_part(job, layout, pp_rank), compute_units(job, layout)
-    ends, blocks = get_ends(part, units, tied=job.config.tied), get_blocks(part, units)
+    part = find_part(job, layout, pp_rank)
+    units = compute_units(job, layout)
+    ends = get_ends(part, units, tied=job.config.tied)
+    blocks = get_blocks(part, units)
     counts = {True: part.experts, False: part.layers - part.experts}
     kinds = {
         experts: estimate_block(job, layout, fused_norms=fused_norms, experts=experts)
@@ -326,7 +335,8 @@ class _Rank:
 
     def waiting(self, stages: float, blocks: int) -> float:
         """Return the bytes on the device that some stages and blocks have saved."""
-        one, budget = self.activations, self.job.offload_activations
+        one = self.activations
+        budget = self.job.offload_activations
         saved = stages * self.saved + blocks * one.saved
         movable = stages * self.movable + blocks * one.movable
         offloaded = 0.0 if budget is None else max(0.0, movable - max(budget, one.used))
@@ -379,7 +389,8 @@ def _estimate_backward(rank: _Rank, held: float, *, before: int) -> dict[str, fl
     Existing gradients are accumulated into, so that only one weight's exists twice; that of a tied
     embedding waits until the embedding's own gradient exists.
     """
-    one, shard = rank.activations, rank.sharding
+    one = rank.activations
+    shard = rank.sharding
     # The gradient of the output weight, or of the embedding.
     vocabulary = rank.ends.largest * rank.job.itemsize
     waits = vocabulary if rank.part.embedding and rank.job.config.tied else 0

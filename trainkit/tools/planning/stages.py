@@ -108,7 +108,11 @@ def count_in_flight(job: Job, layout: Layout, pp_rank: int, *, split: float = 0)
         >>> [count_in_flight(job, layout, rank, split=0.5) for rank in range(4)]
         [8.5, 8.5, 8.5, 10.5]
     """
-    p, v, m, rank = layout.pp, stages_per_rank(layout), num_microbatches(job, layout), pp_rank
+    # The letters of Narayanan et al.: p ranks with v stages each, and m microbatches.
+    p = layout.pp
+    v = stages_per_rank(layout)
+    m = num_microbatches(job, layout)
+    rank = pp_rank
     if p == 1:
         return 1
     # Pairs that wait for their backward, and for their weights' gradients alone, at each moment
@@ -173,8 +177,10 @@ def estimate_sharding(job: Job, layout: Layout, *, part: Part) -> Sharding:
         >>> found.ends, found.unit, found.ahead, found.scatter, found.ends_scatter
         (65792, 426496, 426496, 852992, 131584)
     """
-    units, item = compute_units(job, layout), job.itemsize
-    ends, blocks = get_ends(part, units, tied=job.config.tied), get_blocks(part, units)
+    units = compute_units(job, layout)
+    item = job.itemsize
+    ends = get_ends(part, units, tied=job.config.tied)
+    blocks = get_blocks(part, units)
     if layout.wrapped == 1:
         cast = item if job.precision.compute != job.precision.storage else 0
         return Sharding(ends=(ends.trained.whole + ends.frozen.whole) * cast)
@@ -235,7 +241,8 @@ def estimate_buffers(job: Job, layout: Layout, pp_rank: int) -> int:
         >>> estimate_buffers(job, Layout(), 0)
         0
     """
-    tokens, config = tokens_per_microbatch(job, layout), job.config
+    tokens = tokens_per_microbatch(job, layout)
+    config = job.config
     q, k, v, _ = attention_widths(config, layout)
     ring = tokens * (2 * (k + v) * (job.itemsize + FP32) + q * FP32) if layout.ring > 1 else 0
     if layout.pp == 1:

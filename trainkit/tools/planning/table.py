@@ -105,6 +105,7 @@ def _format_number(x: float) -> str:
     """Format with three digits or more, without an exponent: 0.0123, 1.23, 123."""
     if x == 0 or x >= 100:
         return f"{x:.0f}"
+    # "g" alone would write large numbers with an exponent.
     return f"{x:.1f}" if x >= 10 else f"{x:.3g}"
 
 

@@ -98,8 +98,10 @@ def _estimate_fsdp(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]
     The experts of a rank of ep are gathered likewise over expert_fsdp. Gradients are scattered once
     per step, or with every microbatch. Replicas sum their shards once.
     """
-    part, units = find_part(job, layout, pp_rank), compute_units(job, layout)
-    ends, turns = get_ends(part, units, tied=job.config.tied), num_microbatches(job, layout)
+    part = find_part(job, layout, pp_rank)
+    units = compute_units(job, layout)
+    ends = get_ends(part, units, tied=job.config.tied)
+    turns = num_microbatches(job, layout)
     scatters = turns if layout.reduce == "each" else 1
     times = 2 if reshards(layout) else 1
     # With `reshard_over` blocks are gathered for backward over the axis "near" alone.
@@ -123,7 +125,8 @@ def _estimate_fsdp(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]
         # that show whether all ranks have the same order of units.
         flags = own.tensors * _FP64
         yield Transfer(axis, size, "all_reduce", int(calls > 0), flags + 2 * _FP64 * (calls > 0))
-        data, calls = own.shard * job.summed + flags, calls + (calls > 0)
+        data = own.shard * job.summed + flags
+        calls = calls + (calls > 0)
         yield Transfer("dp_replicate", layout.dp_replicate, "all_reduce", calls, data)
     again = [(unit, count, times - far) for unit, count, _ in blocks]
     yield _estimate_gathers(job, "near", layout.reshard_over, again, turns)
@@ -166,10 +169,13 @@ def _estimate_tensor_parallel(job: Job, layout: Layout, pp_rank: int) -> Iterato
     and of projections to latents, are summed once per step. The fused loss sums one number per
     token, and then two; the plain one gathers logits.
     """
-    part, turns = find_part(job, layout, pp_rank), num_microbatches(job, layout)
-    tokens, config = tokens_per_microbatch(job, layout), job.config
+    part = find_part(job, layout, pp_rank)
+    turns = num_microbatches(job, layout)
+    tokens = tokens_per_microbatch(job, layout)
+    config = job.config
     forwards = 1 if job.recompute == "none" else 2
-    dense, attention_inputs = part.layers - part.experts, list_attention_inputs(config)
+    dense = part.layers - part.experts
+    attention_inputs = list_attention_inputs(config)
     # Calls, and columns, of one pass over the inputs of all attention layers.
     input_calls = turns * part.layers * len(attention_inputs)
     input_columns = turns * part.layers * sum(attention_inputs)
@@ -209,7 +215,9 @@ def _estimate_sequence(job: Job, layout: Layout, pp_rank: int) -> Iterator[Trans
     tokens = tokens_per_microbatch(job, layout)
     q, k, v, out = attention_widths(job.config, layout)
     forwards = 1 if job.recompute == "none" else 2
-    block, n = round(tokens * (k + v)), layout.ring
+    # A block is the keys and values of one rank.
+    block = round(tokens * (k + v))
+    n = layout.ring
     sends = runs * ((forwards + 1) * (n - 1) + n)
     data = runs * block * ((forwards + 1) * (n - 1) * job.itemsize + n * FP32)
     yield Transfer("ring", n, "send", sends, data)
@@ -222,7 +230,8 @@ def _estimate_sequence(job: Job, layout: Layout, pp_rank: int) -> Iterator[Trans
 
 def _estimate_sequence_gradients(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     """`sync_sp_grads` over the axes of sp that FSDP does not reduce: flat buffers, once a step."""
-    part, units = find_part(job, layout, pp_rank), compute_units(job, layout)
+    part = find_part(job, layout, pp_rank)
+    units = compute_units(job, layout)
     own = (get_blocks(part, units) + get_ends(part, units, tied=job.config.tied)).trained
     names = [name for name in layout.axes["sp_unfolded"] if layout.count(name) > 1]
     axis = names[0] if len(names) == 1 else "sp"

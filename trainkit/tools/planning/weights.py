@@ -220,7 +220,8 @@ def _compute_units(key: _ModelKey, tp: int, fsdp: int, ep: int) -> Units:
             by_layer[int(match[1])].append((match[2], shape, kind))
         else:
             # The part is embedding, positions, norm or head.
-            part, dim = name.partition(".")[0], _find_tp_dim(name, has_wide_norms)
+            part = name.partition(".")[0]
+            dim = _find_tp_dim(name, has_wide_norms)
             params = _make_params(_shard_shape(shape, dim, tp), kind, fsdp)
             ends[part] = ends.get(part, Params()) + params
     # Most layers are equal, so only distinct ones are computed.
@@ -293,7 +294,8 @@ def _find_tp_dim(name: str, has_wide_norms: bool) -> int | None:
     matrix, _, adapter = name.partition(".lora.")
     if adapter:
         # B has the matrix's rows and A its columns; each is sharded where those are.
-        dim, key = _find_tp_dim(f"{matrix}.weight", has_wide_norms), adapter.rpartition(".")[2]
+        dim = _find_tp_dim(f"{matrix}.weight", has_wide_norms)
+        key = adapter.rpartition(".")[2]
         return dim if (dim, key) in ((0, "b"), (0, "magnitude"), (1, "a")) else None
     if name.endswith(SCALES):
         # Scales of blocks in a row: if columns are sharded, each rank keeps them all.

@@ -40,7 +40,8 @@ class LayoutCase:
     @property
     def name(self) -> str:
         """The degrees above 1, and every option that is not the default."""
-        layout, rows = self.layout, self.rows_per_microbatch
+        layout = self.layout
+        rows = self.rows_per_microbatch
         factors = [f"{_SHORT.get(name, name)}{n}" for name, n in layout.degrees.items() if n > 1]
         # Each text with whether it is part of the name: options at their default are not.
         choices = {

@@ -67,7 +67,6 @@ def certify(
     title: str | None = None,
     timeout: float = 60.0,
     log: Log | None = None,
-    alone: tuple[Callable[[], nn.Module], Weights] | None = None,
     device: str = "cpu",
 ) -> Certificate:
     """Train a model for some steps in each layout, and compare it with one process.
@@ -107,8 +106,6 @@ def certify(
         title: Name of the model in the certificate; that of `make_model` by default.
         timeout: Seconds after which a layout counts as hung.
         log: Called with a line after every layout: its result, and the time left.
-        alone: `make_model` and `weights` of the reference, where quantized matrices are compared
-            with plain ones of the same values; see `adapters.frozen.round_weights`.
         device: "cpu", or "cuda" for one rank on each GPU, with NCCL. The bounds of the tiers were
             measured on CPUs.
 
@@ -160,7 +157,6 @@ def certify(
         lr=lr,
         # The factor of clipping is no integer.
         max_norm=None if is_exact else max_norm,
-        alone=alone,
     )
     return certify_together([(training, cases)], timeout=timeout, log=log, device=device)[0]
 
@@ -357,7 +353,8 @@ def _run_jobs(
                 raise
             # The first line says what happened; the traceback of the rank is below it.
             message, _, traceback = str(error).partition("\n")
-            message, name = message.removeprefix("run_ranks: "), jobs[failed].case.name
+            message = message.removeprefix("run_ranks: ")
+            name = jobs[failed].case.name
             rows[failed] = CertificateRow(name, world, error=message, traceback=traceback)
             report(rows)
         else:

@@ -116,7 +116,8 @@ class _Counting(TorchDispatchMode):
         self, sizes: dict[tuple[str, int, str], list[int]], names: Mapping[str, str]
     ) -> None:
         super().__init__()
-        self.sizes, self.names = sizes, names
+        self.sizes = sizes
+        self.names = names
 
     def __torch_dispatch__(
         self,

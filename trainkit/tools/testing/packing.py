@@ -106,7 +106,8 @@ def check_packing(
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     batch = to_device(_default_batch(model) if batch is None else batch, device)
-    name, model = type(model).__name__, _convert_to_widest(model, call, batch)
+    name = type(model).__name__
+    model = _convert_to_widest(model, call, batch)
     # Quantized codes are integers, and say nothing about the arithmetic.
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
     # A model in several dtypes is as exact as the least precise of them.

@@ -55,7 +55,8 @@ class RankError(RuntimeError):
 
     def __init__(self, message: str, *, rank: int, text: str = "") -> None:
         super().__init__(f"{message}\n{text}" if text else message)
-        self.rank, self.text = rank, text
+        self.rank = rank
+        self.text = text
 
 
 @attrs.frozen

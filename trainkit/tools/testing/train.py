@@ -139,7 +139,11 @@ def certificate_optimizer(stages: Sequence[nn.Module], axis: Axis) -> torch.opti
 
 @attrs.frozen(eq=False, kw_only=True)
 class Training:
-    """The arguments of `certify` that are equal in every layout."""
+    """The arguments of `certify` that are equal in every layout.
+
+    `alone` are `make_model` and `weights` of the reference, where quantized matrices are compared
+    with plain ones of the same values; see `adapters.frozen.round_weights`.
+    """
 
     title: str
     tier: Tier
@@ -330,7 +334,8 @@ def _compute_distances(
     distances: dict[str, float] = {}
     for name, part in found.items():
         # A rank that holds both ends of a pipeline has a tied parameter twice.
-        owner, distance = name.removesuffix(COPY_SUFFIX), math.inf
+        owner = name.removesuffix(COPY_SUFFIX)
+        distance = math.inf
         if owner in wanted:
             distance = _compute_distance(part, wanted[owner].values, floor=floors.get(owner, 0.0))
         distances[owner] = max(distance, distances.get(owner, 0.0))
@@ -355,7 +360,8 @@ def _find_largest(values: np.ndarray[Any, Any]) -> float:
 
 
 def _compute_distance(part: Held, full: np.ndarray[Any, Any], *, floor: float = 0.0) -> float:
-    a, sizes = part.values, zip(part.offset, part.values.shape, strict=True)
+    a = part.values
+    sizes = zip(part.offset, part.values.shape, strict=True)
     # A shard beyond the end of the tensor would give a shorter slice, not an error.
     b = full[tuple(slice(start, start + size) for start, size in sizes)]
     if a.shape != b.shape or not np.array_equal(np.isfinite(a), np.isfinite(b)):

@@ -138,6 +138,7 @@ def until_next(
     """
 
     def wrap(train_step: TrainStep) -> TrainStep:
+        # Closed at the next step; after the last one the block is never left.
         stack = ExitStack()
 
         def injected(state: TrainState, batch: StepBatch) -> tuple[TrainState, Any]:
