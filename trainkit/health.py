@@ -266,7 +266,8 @@ def copy_loss_scale(newest: HealthState, memory: HealthState) -> dict[str, Any]:
         >>> copy_loss_scale({"skips": 0.0, "loss_scale": 4.0}, {"skips": 1.0, "loss_scale": 8.0})
         {'skips': 1.0, 'loss_scale': 4.0}
     """
-    return {**memory, **{x: newest[x] for x in ("loss_scale", "scale_held") if x in newest}}
+    scale = {name: newest[name] for name in ("loss_scale", "scale_held") if name in newest}
+    return {**memory, **scale}
 
 
 # ----------------------------------------------------------------------------------------- decision

@@ -167,7 +167,8 @@ def _open_locked(path: Path, patience: float) -> BinaryIO:
     deadline = time.monotonic() + patience
     while True:
         # A link is not followed: it could lead to a file that is no lock, and is overwritten.
-        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b")
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        file = os.fdopen(os.open(path, flags, 0o666), "r+b")
         is_locked = _try_lock(file)
         is_late = time.monotonic() >= deadline
         # Between open and flock the last owner may have removed the file: then this lock is on a
@@ -220,7 +221,12 @@ def _read_holder(file: BinaryIO) -> Holder | None:
     with contextlib.suppress(orjson.JSONDecodeError, TypeError, KeyError, ValueError):
         values = orjson.loads(file.read(4096))
         job = None if values["job"] is None else str(values["job"])
-        return Holder(str(values["host"]), int(values["pid"]), job, str(values["since"]))
+        return Holder(
+            host=str(values["host"]),
+            pid=int(values["pid"]),
+            job=job,
+            since=str(values["since"]),
+        )
     return None
 
 

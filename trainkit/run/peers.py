@@ -108,7 +108,8 @@ def this_member(rank: int) -> Member:
         # Containers of one host share its boot id; their pids mean something in one namespace.
         place.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
         place.append(str(Path("/proc/self/ns/pid").readlink()))
-    return Member(rank, place[0], "/".join(place), os.getpid(), _start_of(os.getpid()) or "")
+    pid = os.getpid()
+    return Member(rank, place[0], "/".join(place), pid, _start_of(pid) or "")
 
 
 def is_gone(member: Member, here: str) -> bool:

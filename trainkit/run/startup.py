@@ -120,7 +120,8 @@ def find_difference(facts: Sequence[Mapping[str, Any]]) -> tuple[str, str] | Non
     first, *more = different
     texts = [_format_fact(rank, first) for rank in facts]
     # The most frequent value; with two ranks, that of rank 0.
-    usual = max(Counter(texts).items(), key=lambda item: (item[1], item[0] == texts[0]))[0]
+    counts = Counter(texts)
+    usual = max(counts, key=lambda text: (counts[text], text == texts[0]))
     odd_ranks = [rank for rank, text in enumerate(texts) if text != usual]
     shown = ", ".join(f"rank {rank} has {texts[rank]}" for rank in odd_ranks[:8])
     if len(odd_ranks) > 8:

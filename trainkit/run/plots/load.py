@@ -93,7 +93,8 @@ def load_over_steps(lines: Iterable[Mapping[str, Any]], *, columns: int) -> Load
 def _make_figure(load: Loads, steps: tuple[int, int], *, title: str) -> Figure:
     layers, experts = load.shape[1:]
     # Evenly spaced, with the first and the last layer.
-    shown = np.unique(np.linspace(0, layers - 1, min(layers, _MAX_PANELS)).round().astype(int))
+    spaced = np.linspace(0, layers - 1, min(layers, _MAX_PANELS))
+    shown = np.unique(spaced.round().astype(int))
     figure = drawing.new_figure(8, 1.2 + 1.3 * len(shown))
     panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     for axes, layer in zip(panels, shown, strict=True):

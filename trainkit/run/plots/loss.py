@@ -93,7 +93,8 @@ def _make_figure(
         bottom.plot(*zip(*rates, strict=True), marker=marker, color=drawing.GREY, linewidth=1.5)
     bottom.set_ylabel("learning rate", color=drawing.GREY, fontsize=9)
     # 1.0 if there is no rate above 0: matplotlib warns of an empty range.
-    bottom.set_ylim(0, 1.15 * max((rate for _, rate in rates), default=0.0) or 1.0)
+    highest = max((rate for _, rate in rates), default=0.0)
+    bottom.set_ylim(0, 1.15 * highest or 1.0)
     for axes in (top, bottom):
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(drawing.GREY)

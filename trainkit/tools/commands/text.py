@@ -40,7 +40,8 @@ def as_text(report: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
 def _format_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Align the columns, numbers to the right, and drop those that are empty in every row."""
     empty: tuple[Any, ...] = (None, "", [], {})
-    names = [x for x in (rows[0] if rows else ()) if any(row[x] not in empty for row in rows)]
+    candidates = rows[0] if rows else {}
+    names = [x for x in candidates if any(row[x] not in empty for row in rows)]
     if not names:
         return "none"
     columns = []
@@ -59,7 +60,8 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, str]]:
         for key, inner in value.items():
             yield from _flatten(f"{name}.{key}" if name else str(key), inner)
     elif isinstance(value, list) and value and all(isinstance(part, str) for part in value):
-        yield from zip([name, *[""] * (len(value) - 1)], value, strict=True)
+        names = [name, *[""] * (len(value) - 1)]
+        yield from zip(names, value, strict=True)
     else:
         yield name, _format_cell(value, name)
 

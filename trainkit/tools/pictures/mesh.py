@@ -108,7 +108,8 @@ def plot_mesh(layout: Layout, path: str | Path) -> Path:
     names = [name for name in layout.axes["world"] if layout.count(name) > 1]
     rows = [*names, "rank", "tokens", "parameters"]
     rows += ["ep", "expert_fsdp"] if layout.ep > 1 else []
-    figure = drawing.new_figure(max(5.0, 1.2 + 0.42 * len(places)), 0.34 * len(rows) + 0.85)
+    width = max(5.0, 1.2 + 0.42 * len(places))  # inches
+    figure = drawing.new_figure(width, 0.34 * len(rows) + 0.85)
     axes = figure.subplots()
     _draw_axes(axes, places, names)
     for row, name in enumerate(rows[len(names) :], len(names)):

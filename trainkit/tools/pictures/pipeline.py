@@ -98,7 +98,9 @@ def bubble_fraction(tasks: Sequence[PipelineTask]) -> float:
     """
     ranks = len({task.rank for task in tasks})
     busy = sum(task.end - task.begin for task in tasks)
-    total = ranks * (max(task.end for task in tasks) - min(task.begin for task in tasks))
+    begin = min(task.begin for task in tasks)
+    end = max(task.end for task in tasks)
+    total = ranks * (end - begin)
     return round(1 - busy / total, 12)  # 0.2, not 0.19999999999999996
 
 
@@ -224,9 +226,9 @@ def plot_pipeline(
         for name in names
     }
     longest = max(task.end for tasks in timelines.values() for task in tasks)
-    figure = drawing.new_figure(
-        min(max(5.0, 0.27 * longest), 16), (0.3 * pp + 0.5) * len(names) + 0.65
-    )
+    width = min(max(5.0, 0.27 * longest), 16)  # inches
+    height = (0.3 * pp + 0.5) * len(names) + 0.65
+    figure = drawing.new_figure(width, height)
     subplots = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (name, tasks) in zip(subplots, timelines.items(), strict=True):
         _draw_timeline(axes, tasks, pp)

@@ -200,7 +200,9 @@ def _draw_blocks(axes: Axes, blocks: Sequence[RingBlock], lengths: Sequence[int]
         x, y = (left + right) / 2, (top + bottom) / 2
         room = 28
         if block.key is block.query:  # the centroid of a triangle
-            x, y, room = left + (right - left) / 3, top + (bottom - top) * 2 / 3, 22
+            x = left + (right - left) / 3
+            y = top + (bottom - top) * 2 / 3
+            room = 22
         if (right - left) * room > total:  # otherwise the number is larger than the block
             _write(axes, x, y, str(block.step), drawing.colour_of(block.rank))
     colours = [drawing.colour_of(block.rank) for block in blocks]

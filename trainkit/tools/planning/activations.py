@@ -100,6 +100,7 @@ def estimate_block(job: Job, layout: Layout, *, fused_norms: bool, experts: bool
     mode = read_mode(job.recompute)
     # Output gradients of a block's last product, which is not among the results, and of its norms.
     passed = input_bytes + 2 * width * (item if fused_norms else FP32)
+    product_bytes = sum(x.size for x in results if x.group == "products")
     saved = num_bytes
     movable = num_bytes
     recomputed = list[Result]()
@@ -120,7 +121,7 @@ def estimate_block(job: Job, layout: Layout, *, fused_norms: bool, experts: bool
             _count_operations(recomputed) / _count_operations(results),
             float(any(x.group == "attention" for x in recomputed)),
         ),
-        split=round(tokens * (sum(x.size for x in results if x.group == "products") + passed)),
+        split=round(tokens * (product_bytes + passed)),
     )
 
 
@@ -415,4 +416,5 @@ def count_chunk_tokens(job: Job, layout: Layout) -> int:
         >>> count_chunk_tokens(job, Layout())
         2048
     """
-    return max(1, job.config.width // 2, _MAX_CHUNK_LOGITS // (job.config.vocab_size // layout.tp))
+    local_vocab_size = job.config.vocab_size // layout.tp
+    return max(1, job.config.width // 2, _MAX_CHUNK_LOGITS // local_vocab_size)

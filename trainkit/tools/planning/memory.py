@@ -130,8 +130,9 @@ def _estimate_optimizer(job: Job, blocks: Params, ends: Params) -> tuple[int, in
     # Muon has another state for hidden matrices than for the ends.
     for own, hidden in ((blocks.trained, True), (ends.trained, False)):
         per_element = partial(state_bytes, job.optimizer, options, hidden=hidden)
+        long = per_element() * (own.shard - own.short)
         short = per_element(in_blocks=False) * own.short
-        sizes.append((own, per_element() * (own.shard - own.short) + short + extra * own.shard))
+        sizes.append((own, long + short + extra * own.shard))
     kind = OPTIMIZERS[job.optimizer]
     # Stochastic rounding needs a step count per parameter, which is the counter of its noise.
     is_stochastic = options.get("rounding") == "stochastic" or (

@@ -269,7 +269,8 @@ def _count_row_flops(job: Job, part: Part, *, products: bool = True) -> float:
     `products` only attention is counted.
     """
     length, remainder = divmod(job.row_length, job.documents)
-    lengths = np.array([length + (i < remainder) for i in range(job.documents)], dtype=np.int64)
+    lengths = np.full(job.documents, length, np.int64)
+    lengths[:remainder] += 1
     config = job.config
     head_dim = (config.head_size + config.value_size) / 2
     plain = attrs.evolve(

@@ -244,7 +244,10 @@ def estimate_buffers(job: Job, layout: Layout, pp_rank: int) -> int:
     tokens = tokens_per_microbatch(job, layout)
     config = job.config
     q, k, v, _ = attention_widths(config, layout)
-    ring = tokens * (2 * (k + v) * (job.itemsize + FP32) + q * FP32) if layout.ring > 1 else 0
+    ring = 0.0
+    if layout.ring > 1:
+        blocks = 2 * (k + v) * (job.itemsize + FP32)
+        ring = tokens * (blocks + q * FP32)
     if layout.pp == 1:
         return round(ring)
     # Between stages tp shards the tokens of the hidden state.

@@ -108,7 +108,9 @@ def _estimate_fsdp(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]
     far = 1 if layout.reshard_over else times
     first, last = separate_units(job, layout, part=part)
     # Units with their number, and how often a microbatch gathers each.
-    around = [(first, 1, times), (last, 1, 1)] if first + last != Params() else [(ends, 1, 1)]
+    around = [(ends, 1, 1)]
+    if first + last != Params():
+        around = [(first, 1, times), (last, 1, 1)]
     counts = units.counts(part.numbers)
     blocks = [(x.block, count, far) for x, count in counts]
     experts = [(x.sharded_experts, count, times) for x, count in counts]
@@ -124,10 +126,10 @@ def _estimate_fsdp(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]
         # In fp64: for each parameter the number of ranks on which it has a gradient, and two sums
         # that show whether all ranks have the same order of units.
         flags = own.tensors * _FP64
-        yield Transfer(axis, size, "all_reduce", int(calls > 0), flags + 2 * _FP64 * (calls > 0))
+        checks = int(calls > 0)
+        yield Transfer(axis, size, "all_reduce", checks, flags + 2 * _FP64 * checks)
         data = own.shard * job.summed + flags
-        calls = calls + (calls > 0)
-        yield Transfer("dp_replicate", layout.dp_replicate, "all_reduce", calls, data)
+        yield Transfer("dp_replicate", layout.dp_replicate, "all_reduce", calls + checks, data)
     again = [(unit, count, times - far) for unit, count, _ in blocks]
     yield _estimate_gathers(job, "near", layout.reshard_over, again, turns)
 
@@ -219,7 +221,9 @@ def _estimate_sequence(job: Job, layout: Layout, pp_rank: int) -> Iterator[Trans
     block = round(tokens * (k + v))
     n = layout.ring
     sends = runs * ((forwards + 1) * (n - 1) + n)
-    data = runs * block * ((forwards + 1) * (n - 1) * job.itemsize + n * FP32)
+    # Bytes an element: keys and values in the dtype of computation, their gradients in fp32.
+    sent_per_element = (forwards + 1) * (n - 1) * job.itemsize + n * FP32
+    data = runs * block * sent_per_element
     yield Transfer("ring", n, "send", sends, data)
     # In backward gradients go the same ways in the opposite direction.
     there, back = round(tokens * (q + k + v)), round(tokens * out)
@@ -232,7 +236,8 @@ def _estimate_sequence_gradients(job: Job, layout: Layout, pp_rank: int) -> Iter
     """`sync_sp_grads` over the axes of sp that FSDP does not reduce: flat buffers, once a step."""
     part = find_part(job, layout, pp_rank)
     units = compute_units(job, layout)
-    own = (get_blocks(part, units) + get_ends(part, units, tied=job.config.tied)).trained
+    ends = get_ends(part, units, tied=job.config.tied)
+    own = (get_blocks(part, units) + ends).trained
     names = [name for name in layout.axes["sp_unfolded"] if layout.count(name) > 1]
     axis = names[0] if len(names) == 1 else "sp"
     calls = math.ceil(own.shard / BUCKET)

@@ -267,7 +267,8 @@ def _make_layer(
         if _is_sharded_expert(name, ep)
     ]
     # Sharded by whole experts if these divide, else within each expert if its rows divide.
-    even = (dim for dim in (0, 1) if all(x[dim] % (fsdp // ep) == 0 for x in expert_shapes))
+    expert_fsdp = fsdp // ep
+    even = (dim for dim in (0, 1) if all(x[dim] % expert_fsdp == 0 for x in expert_shapes))
     expert_dim = next(even, 0)
     for name, shape, kind in parameters:
         # Over tp an expert layer shards its tokens and replicates its matrices.
@@ -275,7 +276,7 @@ def _make_layer(
         dim = None if is_expert_layer else _find_tp_dim(name, has_wide_norms)
         if _is_sharded_expert(name, ep):
             local_shape = (shape[0] // ep, *shape[1:])
-            params = _make_params(local_shape, kind, fsdp // ep, dim=expert_dim)
+            params = _make_params(local_shape, kind, expert_fsdp, dim=expert_dim)
             sharded_experts += params
         else:
             params = _make_params(_shard_shape(shape, dim, tp), kind, fsdp)

@@ -336,9 +336,10 @@ def decoder_batch(step: int, *, rows: int = ROWS) -> Batch:
     bins = pack_bins(corpus.lengths, CAPACITY, multiple_of=16)
     rows_at = shuffle_epochs(len(bins), rows_per_step=rows, seed=0)
     batch = collate_bins(corpus, bins, rows_at(step))
-    lengths = torch.tensor([CAPACITY, 0, 5, CAPACITY // 2]).repeat(rows // 4).unsqueeze(1)
-    # Only the first `lengths` tokens of a row keep their label.
-    labels = torch.where(torch.arange(CAPACITY) < lengths, batch.labels, -100)
+    # Only so many first tokens of each row keep their label.
+    num_labels = torch.tensor([CAPACITY, 0, 5, CAPACITY // 2]).repeat(rows // 4)
+    is_labeled = torch.arange(CAPACITY) < num_labels.unsqueeze(1)
+    labels = torch.where(is_labeled, batch.labels, -100)
     keys = make_token_keys(batch.token_index, seed=0, step=step)
     return attrs.evolve(batch, labels=labels, extra={"noise_key": keys})
 
@@ -360,14 +361,16 @@ def answers_batch(step: int, *, rows: int = ROWS) -> Batch:
     tokens = random.integers(0, CONFIG.vocab_size, size=lengths.sum())
     corpus = TokenCorpus(tokens, np.append(0, lengths.cumsum()))
     bins = pack_pairs(corpus.lengths, CAPACITY, multiple_of=16)
-    batch = collate_bins(corpus, bins, shuffle_epochs(len(bins), rows_per_step=rows, seed=0)(step))
+    rows_at = shuffle_epochs(len(bins), rows_per_step=rows, seed=0)
+    batch = collate_bins(corpus, bins, rows_at(step))
     # A step has at most 512 tokens (8 rows of 64), so no two steps share a value of `at`.
     at = batch.token_index.double() + 1000 * step
 
     # Smooth functions of the token's index in the step: equal values in every layout.
     def waves(phase: int, *sizes: int) -> torch.Tensor:
         count = int(np.prod(sizes, dtype=np.int64))
-        last = (at.unsqueeze(-1) * (1.3 + torch.arange(count)) + phase).sin()
+        frequencies = 1.3 + torch.arange(count)
+        last = (at.unsqueeze(-1) * frequencies + phase).sin()
         return last.view(*at.shape, *sizes)
 
     # Steps of 5 keep the k ids of a token distinct modulo the vocabulary.
@@ -397,7 +400,8 @@ def loss_of_tokens(ps: Any) -> NamedLoss:
     """
     # The output weight of the teacher `[V, 8]`, of which a rank of tp has its rows.
     full = torch.arange(CONFIG.vocab_size * _TEACHER_WIDTH).double().sin()
-    shard = full.view(CONFIG.vocab_size, -1).chunk(ps.tp.count)[ps.tp.index].to(ps.device)
+    shards = full.view(CONFIG.vocab_size, -1).chunk(ps.tp.count)
+    shard = shards[ps.tp.index].to(ps.device)
     policy = objectives.policy_gradient(objectives.ppo_clip(), entropy_weight=0.1)
     # The teacher's hidden states are a column of the batch, so its head has none of its own.
     teacher = objectives.distillation(Hidden(torch.empty(0), shard, ps.tp), beta=0.5)

@@ -473,7 +473,8 @@ def _report_progress(
     job = jobs[newest]
     # Ranks share the cores, so the time of a layout is about proportional to its ranks.
     ranks = sum(jobs[index].case.world for index in done)
-    left = (time.monotonic() - start) * (sum(job.case.world for job in jobs) / ranks - 1)
+    all_ranks = sum(job.case.world for job in jobs)
+    left = (time.monotonic() - start) * (all_ranks / ranks - 1)
     verdict = "ok" if is_within(done[newest], job.training.tier) else "RED"
     log(
         f"{verdict} {job.training.title}: {job.case.name} ({len(done)} of {len(jobs)}, about "

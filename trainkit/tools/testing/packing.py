@@ -286,7 +286,8 @@ def _compute_gradient(
             own = x[document.row, document.columns]
             # Weights in fp64 make the sum fp64, which adds no rounding to that of the model.
             angles = torch.arange(own.numel(), device=own.device) + document.phase
-            total = total + (own * angles.double().sin().view(own.shape)).sum()
+            weights = angles.double().sin().view(own.shape)
+            total = total + (own * weights).sum()
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not named:
         return {}

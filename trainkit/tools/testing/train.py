@@ -304,7 +304,8 @@ def compare_layout(training: Training, case: LayoutCase, wanted: Outcome) -> Dif
     largest: dict[str, float] = {}
     for name, part in wanted.state.items():
         kind = name.partition("/")[2]  # "" of a buffer, which has no such floor
-        largest[kind] = max(largest.get(kind, 0.0), _find_largest(part.values) if kind else 0.0)
+        size = _find_largest(part.values) if kind else 0.0
+        largest[kind] = max(largest.get(kind, 0.0), size)
     boxes = found.parameters | found.state
     return Differences(
         {
@@ -350,7 +351,9 @@ def relative(found: Any, wanted: Any) -> float:
         (0.5, inf)
     """
     a, b = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
-    return _compute_distance(Held(a, (0,) * a.ndim), b) if a.shape == b.shape else math.inf
+    if a.shape != b.shape:
+        return math.inf
+    return _compute_distance(Held(a, (0,) * a.ndim), b)
 
 
 def _find_largest(values: np.ndarray[Any, Any]) -> float:
@@ -366,7 +369,8 @@ def _compute_distance(part: Held, full: np.ndarray[Any, Any], *, floor: float = 
     b = full[tuple(slice(start, start + size) for start, size in sizes)]
     if a.shape != b.shape or not np.array_equal(np.isfinite(a), np.isfinite(b)):
         return math.inf
-    distance = float(np.abs(a - b, where=np.isfinite(b), out=np.zeros_like(b)).max(initial=0.0))
+    gaps = np.abs(a - b, where=np.isfinite(b), out=np.zeros_like(b))
+    distance = float(gaps.max(initial=0.0))
     if distance == 0:
         return 0.0
     largest = max(_find_largest(full), floor)
@@ -398,4 +402,5 @@ def _make_typed_model(make_model: Callable[[], nn.Module], tier: Tier) -> nn.Mod
 def _get_shard(tensor: Tensor) -> Held:
     box = get_local_box(tensor)
     # In fp64 on a CPU all steps before `copy` return the memory of the tensor itself.
-    return Held(box.local.detach().to(torch.float64).cpu().numpy().copy(), box.offset)
+    values = box.local.detach().to(torch.float64).cpu().numpy()
+    return Held(values.copy(), box.offset)
