@@ -63,6 +63,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _make_parser() -> argparse.ArgumentParser:
+    # The descriptions are docstrings, whose lines must not be filled anew.
     form = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog="python -m trainkit", description=__doc__, formatter_class=form)
     commands = parser.add_subparsers(dest="command", required=True)

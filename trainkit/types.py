@@ -54,7 +54,7 @@ class TrainkitError(ValueError):
         ('pp must be above 0, got 0', 'leave --pp away')
     """
 
-    # Codes are above 63, as in sysexits.h: its EX_USAGE is 64, EX_DATAERR 65, EX_IOERR 74.
+    # Codes start at 64 as in sysexits.h, whose EX_USAGE is 64, EX_DATAERR 65 and EX_IOERR 74.
     code = 64
 
     def __init__(

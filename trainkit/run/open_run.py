@@ -403,7 +403,7 @@ class Run:
         device = self.ps.device
         default_interval = 1 if device.type == "cpu" else _LOG_EVERY
         peak = logging.peak_flops
-        # A CPU has no data sheet, so mfu needs a number from the user.
+        # The peak of a CPU is unknown, so mfu needs it from the user there.
         if peak is None and device.type == "cuda":
             peak = peak_flops(torch.cuda.get_device_name(device))
         if state.step >= steps:

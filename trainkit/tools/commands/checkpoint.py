@@ -55,7 +55,6 @@ HELP = "list, verify, compare, delete, export and convert checkpoints"
 def add(checkpoint: argparse.ArgumentParser) -> None:
     """Add the command's flags to its parser."""
     actions = checkpoint.add_subparsers(dest="action", required=True)
-    # One subparser for each action, with the action's help as its description too.
     parsers = {
         name: actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         for name, text in {

@@ -71,6 +71,7 @@ def _format_cell(value: Any, name: str = "") -> str:
         # Before int, of which bool is a subclass.
         case bool():
             text = "yes" if value else "no"
+        # Checkpoints store the time of a save in seconds since 1970.
         case int() if name == "saved":
             text = datetime.fromtimestamp(value).astimezone().strftime("%Y-%m-%d %H:%M:%S")
         case int():

@@ -272,6 +272,7 @@ def _count_row_flops(job: Job, part: Part, *, products: bool = True) -> float:
     lengths = np.full(job.documents, length, np.int64)
     lengths[:remainder] += 1
     config = job.config
+    # Scores multiply `head_size` columns and outputs `value_size`: their mean counts for both.
     head_dim = (config.head_size + config.value_size) / 2
     plain = attrs.evolve(
         job, plan_prefix=(), frozen=frozenset()

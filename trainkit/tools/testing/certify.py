@@ -202,7 +202,7 @@ def certify_together(
     found: dict[int, CertificateRow] = {}
     report = partial(_report_progress, log, jobs, found, start=time.monotonic())
     for world in sorted({job.case.world for job in jobs}):
-        # Layouts with equal numbers of ranks share a start of processes, which costs some seconds.
+        # Layouts with equal numbers of ranks share a start, whose processes warm up once.
         remaining = {index: job for index, job in enumerate(jobs) if job.case.world == world}
         while remaining:  # a layout that fails ends its start; those after it run in the next
             found |= _run_jobs(remaining, timeout, report, device)
@@ -348,6 +348,7 @@ def _run_jobs(
             )
         except RankError as error:
             update_rows()
+            # Ranks take the layouts in order, so the first without a result is the one that failed.
             failed = next((index for index in jobs if index not in rows), None)
             if failed is None:
                 raise
@@ -358,7 +359,6 @@ def _run_jobs(
             rows[failed] = CertificateRow(name, world, error=message, traceback=traceback)
             report(rows)
         else:
-            # Ranks take the layouts in order, so the first without a result is the one that failed.
             update_rows()
         return rows
 

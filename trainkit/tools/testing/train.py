@@ -170,7 +170,7 @@ def train_plain(training: Training) -> Outcome:
         Opens the process group of one rank and closes it.
     """
     model = plain_model(training)
-    # One microbatch with all rows is the plainest form of a step, in which nothing is summed up.
+    # With all rows in one microbatch no gradients accumulate: the plainest form of a step.
     return _train(
         training,
         LayoutCase(rows_per_microbatch=None),
@@ -357,7 +357,7 @@ def relative(found: Any, wanted: Any) -> float:
 
 
 def _find_largest(values: np.ndarray[Any, Any]) -> float:
-    # Other elements count as 0 here: `_compute_distance` compares where they are.
+    # Elements that are not finite count as 0: `_compute_distance` compares where these are.
     finite = np.isfinite(values)
     return float(np.abs(values, where=finite, out=np.zeros_like(values)).max(initial=0.0))
 
