@@ -845,6 +845,7 @@ class Bins:
         if not -len(self) <= index < len(self):
             # An IndexError, because it ends a `for` loop over the rows.
             raise IndexError(f"row {index} of {len(self)}")
+        # As in a list, -1 is the last row.
         index %= len(self)
         part = slice(self.offsets[index], self.offsets[index + 1])
         columns = self.documents[part], self.starts[part], self.lengths[part]

@@ -159,6 +159,7 @@ def open_run(
     # The saves count what they have written here, and the watch reads it.
     progress = SaveProgress()
     if numerics is not None:
+        # Before the process group and CUDA, as `use_deterministic` demands.
         set_numerics(numerics)
     with (
         report_errors(),

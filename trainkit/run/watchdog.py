@@ -452,7 +452,8 @@ def _look_around(rank: _Watch) -> None:
     beat = rank.pulse.beat
     near_end = rank.clock.elapsed > beat.allow - _AHEAD or rank.alarms.stopping
     # Rank 0 looks for stragglers all the time, and the more rarely the more ranks there are.
-    is_turn = rank.team.own.rank == 0 and beat.count % (1 + len(rank.team.members) // 64) == 0
+    interval = 1 + len(rank.team.members) // 64  # beats
+    is_turn = rank.team.own.rank == 0 and beat.count % interval == 0
     if not (near_end or is_turn):
         return
     passed = rank.others.unseen

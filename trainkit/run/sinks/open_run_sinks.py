@@ -100,6 +100,8 @@ def open_run_sinks(
                 warn(f"metrics.jsonl has no line for {rewound.missing} of the steps up to {step}")
             with (
                 open_jsonl(run_dir / "metrics.jsonl", step=step, log=warn) as lines,
+                # The console is separate, so that a sink that hangs does not use up its time to
+                # close.
                 isolate_sinks(bar, log=warn, patience=patience) as progress,
                 isolate_sinks(makers, log=warn, patience=patience) as others,
             ):

@@ -257,8 +257,9 @@ def _draw_timeline(axes: Axes, tasks: Sequence[PipelineTask], pp: int) -> None:
     colours = [_SHADES[task.kind][task.stage >= pp] for task in tasks]
     boxes = []
     for task in tasks:
+        left, right = task.begin, task.end
         top, bottom = task.rank + 0.06, task.rank + 0.94
-        boxes.append([(task.begin, top), (task.end, top), (task.end, bottom), (task.begin, bottom)])
+        boxes.append([(left, top), (right, top), (right, bottom), (left, bottom)])
     axes.add_collection(PolyCollection(boxes, facecolors=colours, edgecolor="white", linewidth=0.8))
     for task, colour in zip(tasks, colours, strict=True):
         axes.text(

@@ -142,7 +142,8 @@ class Units:
         if (self.embedding + self.positions).trained.whole:
             return 0
         is_trained = [bool((x.block + x.sharded_experts).trained.whole) for x in self.layers]
-        return next((i for i, kind in enumerate(self.kinds) if is_trained[kind]), len(self.kinds))
+        trained = (i for i, kind in enumerate(self.kinds) if is_trained[kind])
+        return next(trained, len(self.kinds))
 
     def counts(self, numbers: Sequence[int]) -> list[tuple[Layer, int]]:
         """Return the distinct blocks among some, each with its count."""
