@@ -187,10 +187,12 @@ def power(
     """
     if not (math.isfinite(exponent) and exponent > 0):
         raise ValueError(f"power: exponent must be above 0, got {exponent}")
+    # Checked here with `final`, since the decay below ends at 0.
     _check_arguments("power", lr, warmup, total, final, None)
     lr_at = _make_decay(
         "power", lambda over: (1 - over) ** exponent, lr, warmup, total, 0.0, warmup_from
     )
+    # `final` cuts off the decay, not the warm-up, which may begin below it.
     return lambda step: lr_at(step) if step < warmup else max(lr_at(step), lr * final)
 
 
@@ -261,6 +263,7 @@ def warmup_stable_decay(
     if shape not in shapes:
         raise ValueError(f"{name}: shape must be one of {', '.join(shapes)}, got {shape!r}")
     _check_arguments(name, lr, warmup, total, final, warmup_from)
+    # An int 1 is one step, a float 1.0 the whole schedule.
     if not 0 <= decay <= (total if isinstance(decay, int) else 1.0):
         raise ValueError(
             f"{name}: decay must be a fraction of total between 0.0 and 1.0, or a number of steps "
@@ -273,6 +276,7 @@ def warmup_stable_decay(
             f"{steps}",
             hint="shorten the warm-up (--warmup), or lengthen the schedule (--schedule-steps)",
         )
+    # Step `first` still has the full rate, because the decay's fraction is 0 there.
     first = total - steps
     return _make_decay(name, shapes[shape], lr, warmup, total, final, warmup_from, first=first)
 
@@ -302,12 +306,14 @@ def piecewise(lr: float, points: Sequence[Point]) -> Schedule:
         >>> [piecewise(1.0, [(0, 0.0), (4, 1.0, square)])(step) for step in range(5)]
         [0.0, 0.0625, 0.25, 0.5625, 1.0]
     """
+    # Only lr is checked: the other arguments stand for phases that this schedule does not have.
     _check_arguments("piecewise", lr, 0, 1, 0.0, None)
     steps, fractions, curves = _check_points(points)
 
     def lr_at(step: int) -> float:
         # The first point that is not before the step.
         after = next((i for i, at in enumerate(steps) if at >= step), len(steps) - 1)
+        # Before the first point, after the last, and exactly on a point no curve is needed.
         if after == 0 or step >= steps[after]:
             return lr * fractions[after]
         over = (step - steps[after - 1]) / (steps[after] - steps[after - 1])
@@ -407,6 +413,7 @@ def is_due(step: int, every: int, *, last: int | None = None, powers_of_two: boo
         [1, 2, 4, 8, 16]
     """
     check_range("is_due", at_least=0, every=every)
+    # A power of two has a single bit.
     is_power = powers_of_two and step > 0 and step.bit_count() == 1
     return is_power or (every > 0 and (step % every == 0 or step == last))
 
@@ -431,11 +438,13 @@ def _interpolate_cosine(start: float, end: float, fraction: float) -> float:
 
 
 def _interpolate_exponential(start: float, end: float, fraction: float) -> float:
+    # A straight line of the logarithm: start^(1 - p) * end^p, with p the fraction.
     start, end = max(start, _LOG_FLOOR), max(end, _LOG_FLOOR)
     return start * (end / start) ** fraction
 
 
 def _interpolate_reciprocal(start: float, end: float, fraction: float) -> float:
+    # A straight line of 1 / value: 1 / ((1 - p) / start + p / end), with p the fraction.
     start, end = max(start, _LOG_FLOOR), max(end, _LOG_FLOOR)
     return 1 / ((1 - fraction) / start + fraction / end)
 
@@ -447,6 +456,7 @@ def _warm_up(step: int, warmup: int, begin: float | None) -> float:
     """Return the warm-up factor of a step, up to 1."""
     if begin is None:
         return min(1.0, (step + 1) / warmup) if warmup else 1.0
+    # Step 0 is at `begin` itself, so the full rate comes one step later than without `begin`.
     return begin + (1 - begin) * min(1.0, step / warmup) if warmup else 1.0
 
 
@@ -468,6 +478,7 @@ def _make_decay(  # noqa: PLR0917 (each schedule hands all of its own on)
     def lr_at(step: int) -> float:
         if step < first:
             return lr * _warm_up(step, warmup, warmup_from)
+        # First, because without a decay `first` is `total`, and the quotient would divide by 0.
         if step >= total:
             return lr * final
         return lr * (final + (1 - final) * shape((step - first) / (total - first)))

@@ -43,6 +43,7 @@ def split_batch(batch: Batch, rows: int) -> list[Batch]:
     if rows < 1 or num_rows % rows:
         raise ValueError(f"split_batch: {num_rows} rows do not divide into parts of {rows}")
     ends = np.cumsum(batch.spans.lengths)
+    # The spans at which microbatches begin: spans end where rows do, so every cut lies between two.
     cuts = [0, *(np.searchsorted(ends, np.arange(rows, num_rows + 1, rows) * length) + 1).tolist()]
     tensors = {name: x.split(rows) for name, x in batch.items() if isinstance(x, torch.Tensor)}
     microbatches = []
@@ -425,11 +426,14 @@ def batch_hash(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
         index = batch["token_index"] * to_int64(GOLDEN)
         total = torch.zeros_like(index)
         for name in ("input_ids", "labels", "position_ids"):
+            # The inner mix gives every place a key of its own, so that swapped values change the
+            # sum.
             key = to_int64(make_key(name))
             total += mix_bits_tensor(mix_bits_tensor(index + key) + batch[name])
         # Any mapping serves as a batch, and only a `Batch` has `extra`.
         for name in sorted(getattr(batch, "extra", {}).keys() - {*EXTRA_TENSORS}):
             total += _hash_column(name, batch[name], batch["token_index"])
+        # Row padding has id -1 and is left out; alignment padding, -2 - n, belongs to a piece.
         hashes.append(torch.where(batch["document_ids"] != -1, total, 0).sum())
     return torch.stack(hashes).sum()
 

@@ -157,6 +157,7 @@ def _write_rows(
             _view_read_only(bins.lengths),
         ),
         _view_read_only(corpus.offsets),
+        # Of a concatenated corpus only the parts have tokens; `_split_by_part` checks each of them.
         num_tokens=len(corpus.tokens) if is_flat else int(corpus.offsets[-1]),
         capacity=bins.capacity,
         multiple_of=bins.multiple_of,
@@ -179,6 +180,7 @@ def _write_rows(
             f"multiples of {bins.multiple_of}, or the corpus has fewer tokens than its offsets say"
         )
     write_fields(fields.reshape(5, -1), table, rows, positions, pad_id)
+    # Here the padding of a row is one span; for attention it becomes several short ones.
     lengths = cut_padding(table[LENGTH], table[NUMBER] < 0, multiple_of=bins.multiple_of)
     return table, spans_of_lengths(lengths)
 
@@ -248,6 +250,7 @@ def _clear_columns(
 ) -> dict[str, tuple[Column, np.ndarray[Any, Any]]]:
     """Allocate memory for each column of a corpus, and write 0 where it will have no value."""
     parts = getattr(corpus, "parts", None)
+    # All parts declare the same columns, as `concat_corpora` has checked.
     declared: Mapping[str, Column] = getattr(parts[0] if parts else corpus, "columns", {})
     columns = {}
     for name, column in declared.items():

@@ -238,6 +238,7 @@ def _zigzag_batch(batch: Batch, share: Share, ends: IntArray) -> Batch:
         shard = zigzag_shard(x.flatten(0, 1), share, dim=0, cu_seqlens=bounds)
         return shard.view(rows, length // share.count, *x.shape[2:])
 
+    # Every rank gets two chunks of each document, so a shard has as many spans, each 1/N as long.
     spans = spans_of_lengths(batch.spans.lengths // share.count, device=batch.input_ids.device)
     tensors = [batch[name] for name in BATCH_TENSORS]
     if not all(_is_plain(x) and x.dtype == torch.int64 for x in tensors):
@@ -261,6 +262,7 @@ def _contiguous_batch(batch: Batch, share: Share, ends: IntArray) -> Batch:
     starts = ends - batch.spans.lengths
     # Where this rank's slice begins in the row of each span, which is the row of its last token.
     first = (np.maximum(ends - 1, starts) // length) * length + share.index * size
+    # The overlap of each span with the slice of its row; it is below 1 for spans outside.
     lengths = np.minimum(ends, first + size) - np.maximum(starts, first)
     spans = spans_of_lengths(lengths[lengths > 0], device=batch.input_ids.device)
 
@@ -405,6 +407,7 @@ def _copy_shard(x: Tensor, share: Share, dim: int, bounds: Any) -> Tensor | None
     source = x.view(bits).numpy()
     shape = list(x.shape)
     length = shape[dim]
+    # How many numbers one step along `dim` spans: those of all dimensions after it.
     inner = math.prod(shape[dim % len(shape) + 1 :])
     shape[dim] //= share.count
     out = np.empty(shape, source.dtype)
@@ -443,10 +446,12 @@ def _copy_chunks(  # noqa: PLR0917 (keywords take numba 1 us)
         for document in range(1, len(bounds)):
             begin = end
             end = bounds[document]
+            # Rounding may be wrong for lengths that do not divide; the product below finds these.
             size = np.int64((end - begin) * fraction + 0.5)
             if end <= begin or end > length or size * 2 * count != end - begin:
                 return False
             num_values = np.uintp(size * inner)
+            # Chunk r counts from the front, chunk 2N-1-r as many from the back.
             for start in (begin + rank * size, end - (rank + 1) * size):
                 first = np.uintp((row * length + start) * inner)
                 for i in range(num_values):

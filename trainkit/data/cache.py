@@ -167,6 +167,7 @@ def _load_on_all_ranks(
     path: Path | None, key: _Key, make_plan: _MakePlan, axis: Axis, log: Log
 ) -> Bins:
     """Load or pack on rank 0, then on the others; raise DataError if bins differ."""
+    # Filled on every rank, while only hashes travel between ranks.
     local_bins: list[Bins] = []
 
     def lead() -> tuple[str, bool] | None:
@@ -219,6 +220,7 @@ def _load_or_write(path: Path, key: _Key, make_plan: _MakePlan, log: Log) -> tup
         pass
     except _UNUSABLE as error:
         damage = str(error)
+    # Packed first: a failure to write then costs nothing but the cache.
     plan = make_plan()
     num_rows = len(plan[0])
     try:

@@ -89,6 +89,7 @@ def scatter_batches(
                 return len(parts)
             # Everything that can fail happens here: after it the other ranks wait in a collective.
             buffers.extend(_make_buffers(parts, get_comm_device(axis)))
+            # The size that receivers allocate; 0 is the end of the source.
             return max((len(buffer) for buffer in buffers), default=0)
 
         size = run_on_all_ranks(make, axis)[0]
@@ -158,6 +159,7 @@ def _make_buffers(parts: Sequence[StepBatch], device: torch.device) -> list[Tens
 
 def _serialize(batch: StepBatch) -> Tensor:
     """Convert a batch to uint8: the length of a safetensors file, and its bytes."""
+    # The cursor goes along as one tensor: its batch, then its stream.
     tensors = {"cursor": torch.tensor([batch.cursor.batch, *batch.cursor.stream])}
     for i, microbatch in enumerate(batch.microbatches):
         # Only tensors have a place in a safetensors file.

@@ -185,6 +185,8 @@ def make_dataset_batch(
         columns=columns,
         max_length=capacity if overlong == "error" else None,
     )
+    # `next_fit` with one document for each bin makes one row of each item, in the order of the
+    # items.
     bins = pack_bins(
         corpus.lengths,
         capacity,
@@ -195,9 +197,12 @@ def make_dataset_batch(
     )
     _check_row_length(bins, data_shard)
     width = min(rows_per_microbatch, len(items))
+    # Ranks may have one item more or less, but need equally many rows: those of the longest,
+    # rounded up to full microbatches.
     rows = np.full(-(-len(items) // (share.count * width)) * width, -1)
     # An item without tokens has no row of bins, and stays a padding row in its place.
     rows[np.flatnonzero(corpus.lengths)] = np.arange(len(bins))
+    # From rows of this rank to positions in the global batch, from which `token_index` follows.
     positions = share.index + share.count * np.arange(len(rows))
     row_positions = np.where(rows < 0, -1, positions)
     batch = collate_bins(corpus, bins, rows, pad_id=pad_id, row_positions=row_positions)
@@ -238,6 +243,7 @@ def _read_items(
         vocab_size=vocab_size,
         columns=check_columns("make_dataset_batch", columns),
     )
+    # `pack_bins` would raise too, but it knows the document's number here, not the item's index.
     if max_length is not None and (corpus.lengths > max_length).any():
         worst = int(corpus.lengths.argmax())
         raise DataError(
@@ -318,6 +324,7 @@ def make_microbatches(
     # A table of this batch alone, so that a row's number is its position in the step.
     bins = select_rows(packed.bins, rows)
     sources = packed.source_of(rows)
+    # `[microbatches, rows]`, of which -1 is a padding row.
     positions = assign_rows(
         len(bins), data_shard.rows, rows_per_microbatch=rows_per_microbatch, costs=row_costs(bins)
     )
@@ -343,6 +350,8 @@ def add_noise_keys(microbatches: Iterable[Batch], *, seed: int, batch: int) -> l
     """
     result = []
     for microbatch in microbatches:
+        # Keys follow from a token's index in the global step, so dropout is the same in every
+        # layout.
         keys = make_token_keys(microbatch.token_index, seed=seed, step=batch)
         result.append(attrs.evolve(microbatch, extra={**microbatch.extra, "noise_key": keys}))
     return result
@@ -380,13 +389,11 @@ def make_eval_batches(
         >>> from trainkit.packing import pack_bins
         >>> from trainkit.types import Share
         >>> corpus = TokenCorpus(np.arange(40), np.arange(0, 41, 8))
-        >>> packed, places = (
-        ...     PackedCorpus(corpus, pack_bins(corpus.lengths, 8)),
-        ...     [Share(0, 2), Share(1, 2)],
-        ... )
+        >>> packed = PackedCorpus(corpus, pack_bins(corpus.lengths, 8))
+        >>> shards = [DataShard(Share(0, 2)), DataShard(Share(1, 2))]
         >>> [
-        ...     len(list(make_eval_batches(packed, data_shard=DataShard(x), rows_per_batch=2)))
-        ...     for x in places
+        ...     len(list(make_eval_batches(packed, data_shard=shard, rows_per_batch=2)))
+        ...     for shard in shards
         ... ]
         [2, 1]
     """

@@ -236,6 +236,7 @@ def _make_groups(
     # Equal parts of a permutation. The sort is stable, so that a group keeps corpus order.
     group_of = _shuffle(lengths.size, seed, "group") * num_groups // lengths.size
     order, ends = argsort_keys(read_only(group_of), num_groups)
+    # Groups of equally many documents have different numbers of pieces.
     groups = (read_only(lengths[order[a:b]]) for a, b in pairwise([0, *ends.tolist()]))
     return order, [survey(group, rule.capacity, rule.max_tokens)[2] for group in groups]
 
@@ -287,12 +288,15 @@ def _pack_groups(
             columns[0],
             columns[2],
         )
+        # The bins come in any order, so pieces are sorted by bin. An entry has a fourth column
+        # where a document may have several pieces: the index of the piece.
         if max_pieces == 0:  # a wrong one
             entries = np.empty((size, 4 if has_splits else 3), integer)
             ends, max_tokens, max_pieces = _write_sorted(
                 bin_of, lengths, start, rule, entries, columns
             )
         _check_bins(fit, max_tokens, max_pieces, rule)
+        # From pieces of this group to pieces of all groups.
         ends += first
         offsets.append(ends)
         first += size

@@ -86,6 +86,7 @@ def buffer_sorted_order(
             )
         size = buffer_keys.size
         num_packs = size // pack_size
+        # `lexsort` sorts by its last argument first: by key, and ties by a random number.
         by_key = np.lexsort((_shuffle(size, seed, buffer, "ties"), buffer_keys))
         # A short pack stays at the end, so that the others start at multiples of pack_size.
         rank = np.append(_shuffle(num_packs, seed, buffer, "packs"), num_packs)

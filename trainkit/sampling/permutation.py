@@ -106,6 +106,7 @@ def _permute(index: Any, count: Any, key: Any, half: int) -> Any:
     targets = np.empty(BLOCK, np.int64)
     size = next_index = 0
     while size > 0 or next_index < index.size:
+        # New indices fill up the block, after those whose values are still outside.
         for i in range(size, min(BLOCK, size + index.size - next_index)):
             values[i] = index[next_index]
             targets[i] = next_index
@@ -134,6 +135,8 @@ def _apply_rounds(values: Any, keys: Any, half: Any, mask: Any) -> None:
         left = values[i] >> half
         right = values[i] & mask
         for number in range(ROUNDS):
+            # Half by half: a function of one half is added (xor) to the other, which can be undone.
+            # So this is a permutation, whatever the function.
             left, right = right, left ^ (mix_bits(keys[number] + right) & mask)
         values[i] = (left << half) | right
 

@@ -338,6 +338,7 @@ def read_template_sources(path: Path) -> dict[str, Any]:
         setting = read_json_object(path / "chat_template.json").get("chat_template")
     if sources or setting is None:
         return sources
+    # The setting is one text, or a list of texts with names.
     rows = setting if isinstance(setting, list) else [{"name": "default", "template": setting}]
     valid = [row for row in rows if isinstance(row, dict)]
     sources = {str(row.get("name")): row.get("template") for row in valid}

@@ -226,6 +226,7 @@ def pack_pairs(
     documents = (2 * bins.documents[:, None] + np.arange(2)).ravel()
     return attrs.evolve(
         bins,
+        # Two pieces for each pair; none is split, so both halves start at their token 0.
         offsets=2 * bins.offsets,
         documents=documents,
         starts=np.zeros_like(documents),
@@ -311,6 +312,7 @@ def _add_prompt(
     # A half that begins with an answer has no prompt of its own.
     if messages[0]["role"] == "assistant" and messages[: len(prompt)] != prompt:
         return prompt + messages
+    # Otherwise the half repeats the prompt, message for message.
     for i, message in enumerate(prompt):
         if i >= len(messages) or messages[i] != message:
             actual = messages[i] if i < len(messages) else "nothing"

@@ -85,6 +85,7 @@ def tokenize(
     """Return the tokens of the segments, and the first character and the end of each token."""
     encode = getattr(tokenizer, "encode_with_offsets", None)
     if encode is not None:
+        # All in one text, as in generation: a token may then cross from one segment to the next.
         ids, offsets = encode("".join(segment.text for segment in segments))
         positions = np.asarray(offsets, np.int64).reshape(-1, 2)
         # Some tokenizers leave blanks out of a token's range: they belong to the token after them.

@@ -104,6 +104,7 @@ class TokenFormat:
     companions: tuple[str, ...] = ()
 
 
+# The suffix alone decides on the format: nothing is guessed from the content.
 RECORD_FORMATS: dict[str, RecordFormat] = {
     ".jsonl": RecordFormat(
         read_json_lines,

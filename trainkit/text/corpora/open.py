@@ -191,6 +191,7 @@ def _check_tokenizer(path: Path, parts: Sequence[TokenCorpus], tokenizer: Tokeni
 
 def _check_templates(path: Path, parts: Sequence[TokenCorpus], template: str | None) -> None:
     """Raise DataError if conversations were written with another chat template."""
+    # Only files of conversations store a template.
     with_template = [part for part in parts if part.template_hash is not None]
     if template is None or not with_template:
         return
@@ -394,6 +395,7 @@ def count_document_labels(corpus: TokenCorpus | ConcatCorpus) -> np.ndarray[Any,
     # By part: the documents of a `ConcatCorpus` have no common array.
     counts = []
     for part in getattr(corpus, "parts", [corpus]):
+        # Without a mask every token but the first of its document is a label.
         part_counts = np.maximum(part.lengths - 1, 0)
         if part.loss_mask is not None:
             _count_labels(part.loss_mask, part.offsets, part_counts)

@@ -152,6 +152,7 @@ def open_parts(
             message names it.
         ValueError: `eos_id` was given for a file that stores document offsets.
     """
+    # By name, for the message of `_check_eos`.
     parts = {}
     for name in names:
         path = root / name

@@ -178,6 +178,7 @@ def open_part(
     _check_offsets(offsets, header, path, is_hashed=max_chunks != 0)
     for start, end in checked:
         # Chunks may reach beyond the tokens; slices end there.
+        # From bytes of the file to tokens; a chunk begins at a whole token.
         first = (start - BLOCK) // dtype.itemsize
         check_ids(
             tokens[first : (end - BLOCK) // dtype.itemsize],

@@ -280,6 +280,8 @@ def _encode_chunk(
                     encode_batch([record])
                 except Exception as error:
                     origin = describe_document(chunk, index)
+                    # A ValueError or DataError explains itself; of other errors the class is half
+                    # the message.
                     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
                     raise DataError(f"{origin}: {kind}{error}", where=origin) from error
             raise
