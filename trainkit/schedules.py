@@ -257,9 +257,12 @@ def warmup_stable_decay(
         [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.293, 0.134, 0.0, 0.0]
     """
     name = "warmup_stable_decay"
-    shapes: dict[str, DecayShape] = {"linear": _straight, "cosine": _half_cosine}
-    shapes["sqrt"] = lambda over: 1 - math.sqrt(over)
-    shapes["sqrt_late"] = lambda over: math.sqrt(1 - over)
+    shapes: dict[str, DecayShape] = {
+        "linear": _straight,
+        "cosine": _half_cosine,
+        "sqrt": lambda over: 1 - math.sqrt(over),
+        "sqrt_late": lambda over: math.sqrt(1 - over),
+    }
     if shape not in shapes:
         raise ValueError(f"{name}: shape must be one of {', '.join(shapes)}, got {shape!r}")
     _check_arguments(name, lr, warmup, total, final, warmup_from)
@@ -367,7 +370,8 @@ def infinite(
         >>> [round(annealed(step), 6) for step in (5, 6, 7, 8, 9)]
         [0.5, 0.5, 0.1, 0.02, 0.02]
     """
-    name, plateau = "infinite", warmup + cooldown
+    name = "infinite"
+    plateau = warmup + cooldown
     _check_arguments(name, lr, warmup, max(warmup, 1), final, warmup_from)
     # A rate below the peak takes steps to reach, and the peak itself none.
     fits = 0 <= cooldown < math.inf and (stable < 1) == (cooldown > 0)
@@ -376,8 +380,8 @@ def infinite(
             f"{name}: stable must be a fraction of lr below 1 and cooldown above 0, or 1 and 0 "
             f"steps, got {stable} and {cooldown}"
         )
-    begins = anneal_from is None or plateau <= anneal_from < math.inf
-    if not begins or (anneal_from is not None and not 1 <= anneal < math.inf):
+    starts_on_plateau = anneal_from is None or plateau <= anneal_from < math.inf
+    if not starts_on_plateau or (anneal_from is not None and not 1 <= anneal < math.inf):
         raise ValueError(
             f"{name}: annealing must begin at step {plateau} or later and take at least 1 step, "
             f"got anneal_from={anneal_from} and anneal={anneal}"
@@ -508,9 +512,14 @@ def _check_points(
     points: Sequence[Point],
 ) -> tuple[list[int], list[float], list[Callable[[float, float, float], float]]]:
     """Return steps, fractions and curves of the points of `piecewise`."""
-    named = {"linear": _interpolate_linear, "cosine": _interpolate_cosine}
-    named |= {"exponential": _interpolate_exponential, "reciprocal": _interpolate_reciprocal}
-    steps, fractions = [point[0] for point in points], [point[1] for point in points]
+    named = {
+        "linear": _interpolate_linear,
+        "cosine": _interpolate_cosine,
+        "exponential": _interpolate_exponential,
+        "reciprocal": _interpolate_reciprocal,
+    }
+    steps = [point[0] for point in points]
+    fractions = [point[1] for point in points]
     curves = [point[2] if len(point) == 3 else "linear" for point in points]
     if not points or any(a >= b for a, b in pairwise(steps)):
         raise ValueError(f"piecewise: points must have increasing steps, got {steps}")

@@ -44,7 +44,8 @@ def split_batch(batch: Batch, rows: int) -> list[Batch]:
         raise ValueError(f"split_batch: {num_rows} rows do not divide into parts of {rows}")
     ends = np.cumsum(batch.spans.lengths)
     # The spans at which microbatches begin: spans end where rows do, so every cut lies between two.
-    cuts = [0, *(np.searchsorted(ends, np.arange(rows, num_rows + 1, rows) * length) + 1).tolist()]
+    microbatch_ends = np.arange(rows, num_rows + 1, rows) * length
+    cuts = [0, *(np.searchsorted(ends, microbatch_ends) + 1).tolist()]
     tensors = {name: x.split(rows) for name, x in batch.items() if isinstance(x, torch.Tensor)}
     microbatches = []
     for i, (first, end) in enumerate(pairwise(cuts)):
@@ -175,7 +176,8 @@ def batch_from_rows(
     if starts is not None:
         is_start |= starts & ~padding
     if position_ids is not None:
-        is_start[:, 1:] |= (position_ids[:, 1:] != position_ids[:, :-1] + 1) & ~padding[:, 1:]
+        jumps = position_ids[:, 1:] != position_ids[:, :-1] + 1
+        is_start[:, 1:] |= jumps & ~padding[:, 1:]
     documents = torch.where(padding, -1, (is_start & ~padding).cumsum(1) - 1)
     if position_ids is None:
         # The distance to the last start: cummax carries its column to the right.

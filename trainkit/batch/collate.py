@@ -124,8 +124,9 @@ def _make_positions(row_positions: ArrayLike | None, rows: IntArray, num_rows: i
         raise ValueError(
             f"collate_bins: row_positions must be [{rows.size}], one per row, got {positions.shape}"
         )
+    is_outside = (rows < -1) | (rows >= num_rows) | (positions < -1)
     # Index -1 alone is not a padding row: numpy would read it as the last row.
-    wrong = (rows < -1) | (rows >= num_rows) | ((rows < 0) != (positions < 0)) | (positions < -1)
+    wrong = is_outside | ((rows < 0) != (positions < 0))
     if wrong.any():
         raise ValueError(
             f"collate_bins: there are no rows {rows[wrong].tolist()}: bins has {num_rows}, from 0; "
@@ -254,7 +255,8 @@ def _clear_columns(
     declared: Mapping[str, Column] = getattr(parts[0] if parts else corpus, "columns", {})
     columns = {}
     for name, column in declared.items():
-        values = np.empty((*shape, *column.inner), _WIDER.get(column.dtype, column.dtype))
+        dtype = _WIDER.get(column.dtype, column.dtype)
+        values = np.empty((*shape, *column.inner), dtype)
         # Only the places that no part will write: most of the memory is touched once.
         clear_column(_view_bits(values), table, column.width, int(column.of == "label"))
         columns[name] = column, values

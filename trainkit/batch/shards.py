@@ -246,9 +246,10 @@ def _zigzag_batch(batch: Batch, share: Share, ends: IntArray) -> Batch:
     # One allocation for all five: separate ones take three times as long, in page faults.
     table = torch.empty(len(tensors), rows * length // share.count, dtype=torch.int64)
     for to, x in zip(table.numpy(), tensors, strict=True):
-        if not _copy_chunks(
+        is_copied = _copy_chunks(
             to, x.numpy().reshape(-1), rows * length, 1, bounds, share.index, share.count
-        ):
+        )
+        if not is_copied:
             return each_tensor(batch, shard_tensor, spans=spans)  # which raises the right error
     input_ids, labels, position_ids, document_ids, token_index = table.view(5, rows, -1).unbind()
     extra = {name: shard_tensor(x) for name, x in batch.extra.items()}
@@ -412,11 +413,10 @@ def _copy_shard(x: Tensor, share: Share, dim: int, bounds: Any) -> Tensor | None
     shape[dim] //= share.count
     out = np.empty(shape, source.dtype)
     # Flat arrays, so that numba compiles the loop once per size of elements, not per rank.
-    if _copy_chunks(
+    is_copied = _copy_chunks(
         out.reshape(-1), source.reshape(-1), length, inner, bounds, share.index, share.count
-    ):
-        return torch.from_numpy(out).view(x.dtype)
-    return None
+    )
+    return torch.from_numpy(out).view(x.dtype) if is_copied else None
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -475,7 +475,8 @@ def _make_zigzag_index(function: str, bounds: IntArray, rank: int, count: int) -
     # range less the lengths of the ranges before it, plus a running number.
     starts = (bounds[:-1, None] + sizes[:, None] * chunks).reshape(-1)
     sizes = np.repeat(sizes, 2)
-    return np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(sizes.sum())
+    lengths_before = np.cumsum(sizes) - sizes
+    return np.repeat(starts - lengths_before, sizes) + np.arange(sizes.sum())
 
 
 def _select(x: Tensor, index: IntArray, dim: int) -> Tensor:

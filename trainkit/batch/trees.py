@@ -150,7 +150,7 @@ def _concat(parts: list[Any], spec: Any, path: str) -> Any:
         }
         return tree if isinstance(first, dict) else tuple(tree.values())
     _check_leaf("unshard_tree", first, path)
-    if spec is None:
+    if spec is None:  # the value that went into every part unchanged
         return first
     if isinstance(first, torch.Tensor):
         try:

@@ -69,12 +69,14 @@ class ConcatCorpus:
         hashes: dict[str, str] = {}
         for index, part in enumerate(self.parts):
             for name, value in part.sources.items():
+                # Files in different folders may have one name.
                 hashes[f"{index}:{name}" if name in hashes else name] = value
         return hashes
 
     @property
     def columns(self) -> Mapping[str, Column]:
         """The further columns of a token, by name, the same in all parts."""
+        # `concat_corpora` has compared them with those of the other parts.
         return self.parts[0].columns
 
     def read(self, document: int, start: int, length: int) -> np.ndarray[Any, Any]:

@@ -131,6 +131,7 @@ def collect_documents(
     dtype = smallest_dtype(vocab_size)
     if dtype.name not in DTYPES:
         raise ValueError(f"a vocabulary has at most 2**32 tokens, got vocab_size={vocab_size}")
+    # Without a vocabulary an id only has to fit uint32.
     limit = vocab_size or 1 << 32
     # Byte arrays grow in place, so a stream of documents takes its final size once, not twice.
     tokens = bytearray()

@@ -173,7 +173,8 @@ def _serialize(batch: StepBatch) -> Tensor:
             # Microbatches are views of one batch, which safetensors does not take.
             tensors[f"{i}/{name}"] = x.detach().cpu().clone().contiguous()
     data = torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
-    return torch.cat([torch.tensor([len(data)]).view(torch.uint8), data])
+    length = torch.tensor([len(data)])  # int64, which is 8 bytes
+    return torch.cat([length.view(torch.uint8), data])
 
 
 def _deserialize(data: Tensor) -> StepBatch:

@@ -69,6 +69,7 @@ def check_columns(function: str, columns: Mapping[str, Column] | None) -> dict[s
     for name in columns or {}:
         if not isinstance(name, str) or not name or name in _RESERVED_NAMES:
             raise ValueError(f"{function}: no column can be called {name!r}: a batch has its own")
+    # The hash of a token file covers the order of its columns, which must not depend on the caller.
     return dict(sorted((columns or {}).items()))
 
 

@@ -235,7 +235,8 @@ def _concat_bins(tables: Sequence[Bins], num_documents: Sequence[int]) -> Bins:
     documents = np.empty(pieces[-1], np.int64)
     for i, bins in enumerate(tables):
         # Each table's first offset is the last one of the table before, so it is left out.
-        np.add(bins.offsets[1:], pieces[i], out=offsets[rows[i] + 1 : rows[i + 1] + 1])
+        row_ends = offsets[rows[i] + 1 : rows[i + 1] + 1]
+        np.add(bins.offsets[1:], pieces[i], out=row_ends)
         np.add(bins.documents, first_documents[i], out=documents[pieces[i] : pieces[i + 1]])
     return Bins(
         offsets=offsets,

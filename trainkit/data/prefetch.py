@@ -81,6 +81,7 @@ def prefetch_batches(
             "prefetch_batches: ahead must be at least 1 and timeout above 0, got "
             f"ahead={ahead}, timeout={timeout}"
         )
+    # Starts a thread at a cursor: for the first batch, and again after each jump.
     start = partial(_Worker, make_batch, ahead=ahead, device=_add_index(device))
     worker = start(cursor)
     next_cursor = cursor
@@ -156,7 +157,7 @@ class _Worker:
     ) -> None:
         """Make batches while there is room, until the worker is closed or they end."""
         try:
-            # Copies to the device run on a stream of their own, beside the computation.
+            # Copies to the device run on a stream of their own, in parallel with the computation.
             stream = None
             if device is not None and device.type == "cuda":
                 # The current device is a setting of the thread.

@@ -196,6 +196,7 @@ def make_dataset_batch(
         max_documents=1,
     )
     _check_row_length(bins, data_shard)
+    # A batch of fewer rows is one microbatch, without padding rows up to the width.
     width = min(rows_per_microbatch, len(items))
     # Ranks may have one item more or less, but need equally many rows: those of the longest,
     # rounded up to full microbatches.
@@ -442,7 +443,7 @@ def _collate(
         documents = select_rows(bins, rows[rows >= 0]).documents
         parts = np.searchsorted(corpus.first_documents, documents, side="right") - 1
         for part in np.unique(parts):
-            if part < len(corpus.parts):
+            if part < len(corpus.parts):  # `collate_bins` rejects documents beyond the corpus
                 check_unchanged(corpus.parts[part])
     batch = collate_bins(corpus, bins, rows, pad_id=pad_id, row_positions=rows)
     if sources is None:

@@ -82,7 +82,11 @@ def _find_fewest_bins(task: Task, rows: int) -> IntArray:
         return bins if fits else None
 
     # Fewer bins cannot hold all tokens, or all pieces.
-    low = max(1, -(-task.total // (rows * task.capacity)), -(-size // (rows * task.limit)))
+    low = max(
+        1,
+        -(-task.total // (rows * task.capacity)),
+        -(-size // (rows * task.limit)),
+    )
     high = low
     step = 1
     best = try_k(low)

@@ -237,7 +237,8 @@ def _make_groups(
     group_of = _shuffle(lengths.size, seed, "group") * num_groups // lengths.size
     order, ends = argsort_keys(read_only(group_of), num_groups)
     # Groups of equally many documents have different numbers of pieces.
-    groups = (read_only(lengths[order[a:b]]) for a, b in pairwise([0, *ends.tolist()]))
+    bounds = pairwise([0, *ends.tolist()])
+    groups = (read_only(lengths[order[start:end]]) for start, end in bounds)
     return order, [survey(group, rule.capacity, rule.max_tokens)[2] for group in groups]
 
 

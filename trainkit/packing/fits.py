@@ -367,17 +367,21 @@ def _best_fit(  # noqa: PLR0917 (an array is a parameter)
     for key in range(sizes.size - 1, 0, -1):
         length = sizes[key]
         num_ready = _push_runs(ready, num_ready, waiting[key], earlier, space, every)
+        # Until here `firsts` counts the pieces of each length, and from here on finds its segments.
         left, firsts[key] = firsts[key], num_segments
         while left > 0:
             if num_ready == 0:
+                # All new bins that the remaining pieces need are one run.
                 per_bin = min(capacity // length, limit)
-                begin[num_runs], count[num_runs] = num_bins, (left + per_bin - 1) // per_bin
+                begin[num_runs] = num_bins
+                count[num_runs] = (left + per_bin - 1) // per_bin
                 space[num_runs], room[num_runs] = capacity, limit
                 num_bins += count[num_runs]
                 ready[num_ready] = num_runs
                 num_ready, num_runs = 1, num_runs + 1
             run = ready[num_ready - 1]
             per_bin = _count_fitting(length, space[run], room[run], left)
+            # Bins that take `per_bin` pieces each; a last bin that takes fewer has its own round.
             bins = min(count[run], left // per_bin)
             if bins < count[run]:  # the others stay on the stack
                 part = num_runs
@@ -389,7 +393,8 @@ def _best_fit(  # noqa: PLR0917 (an array is a parameter)
                 run = part
             else:
                 num_ready -= 1
-            segments[num_segments, 0], segments[num_segments, 1] = begin[run], begin[run] + bins
+            segments[num_segments, 0] = begin[run]
+            segments[num_segments, 1] = begin[run] + bins
             segments[num_segments, 2] = segments[num_segments, 3] = per_bin
             num_segments += 1
             left -= bins * per_bin
@@ -401,6 +406,7 @@ def _best_fit(  # noqa: PLR0917 (an array is a parameter)
                 ready[num_ready] = run
                 num_ready += 1
             else:
+                # Waits for the longest length that fits its space.
                 file = space[run] if every else np.searchsorted(sizes, space[run], "right") - 1
                 earlier[run] = waiting[file]
                 waiting[file] = run
@@ -458,13 +464,16 @@ def _first_fit(  # noqa: PLR0917 (an array is a parameter)
         place = ends[key - 1]
         end = ends[key]
         while place < end:
+            # The root has the largest space of all bins: a bin that is open has room.
             if tree[1] >= length:
                 node = 1
                 while node < leaves:
                     node *= 2
+                    # The left child goes first, since its bins have lower numbers.
                     if tree[node] < length:
                         node += 1
             else:
+                # Opens a bin; its space then goes up the tree like that of any other.
                 node = leaves + num_bins
                 tree[node] = capacity
                 room[num_bins] = limit
@@ -477,6 +486,7 @@ def _first_fit(  # noqa: PLR0917 (an array is a parameter)
             tree[node] = tree[node] - taken * length if room[bin_] > 0 else 0
             while node > 1:
                 node //= 2
+                # Where a node's largest space stays, that of the nodes above it does too.
                 largest = max(tree[2 * node], tree[2 * node + 1])
                 if tree[node] == largest:
                     break

@@ -61,7 +61,7 @@ def report_packing(bins: Bins, lengths: ArrayLike | None = None) -> dict[str, in
     num_pieces = np.bincount(bins.documents, minlength=lengths.size)
     # bincount sums in float64, which is exact up to 2^53 tokens of one document.
     packed = np.bincount(bins.documents, bins.lengths, lengths.size).astype(np.int64)
-    # `bincount` makes its result longer than asked where a document is beyond the end.
+    # `minlength` is only a minimum: the result is longer where the bins hold a later document.
     if packed.size > lengths.size:
         raise ValueError(
             "report_packing: the bins were made from other lengths: they hold document "

@@ -48,7 +48,8 @@ def permute(index: ArrayLike, count: int, key: int) -> IntArray:
     check_range("permute", at_least=1, count=count)
     index = indices_below(count, "permute", index)
     # Each half of the Feistel network has half the bits of count - 1, rounded up.
-    return _permute(index, np.uint64(count), np.uint64(key), ((count - 1).bit_length() + 1) // 2)
+    half = ((count - 1).bit_length() + 1) // 2
+    return _permute(index, np.uint64(count), np.uint64(key), half)
 
 
 def check_batch(batch: int) -> None:

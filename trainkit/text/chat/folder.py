@@ -199,6 +199,7 @@ def read_template(
     tokenizer = open_hf_tokenizer(path)
     tokens = _read_special_texts(path)
     sources = read_template_sources(path)
+    # A name that does not exist has None as its source, which is rejected below.
     selected = sources if name is None else {name: sources.get(name)}
     if not sources or None in selected.values():
         missing = f"no chat template {name!r}" if sources else "no chat template"
@@ -279,7 +280,8 @@ def _make_template(
         source, bos_token=bos_token, eos_token=eos_token, stop=MARKER, variables=variables
     )
     try:
-        after = "".join(segment.text for segment in render(probe)).rpartition(MARKER)[2].lstrip()
+        rendered = "".join(segment.text for segment in render(probe))
+        after = rendered.rpartition(MARKER)[2].lstrip()
     except DataError:  # the template rejects the conversation of the test
         after = ""
     # The longest of them: a token may begin with another one.

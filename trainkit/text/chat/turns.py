@@ -92,7 +92,8 @@ def tokenize(
         ends = np.maximum.accumulate(positions[:, 1])
         if len(ids) == 0:
             return np.asarray(ids, np.int64), ends, ends
-        starts = np.minimum(positions[:, 0], np.concatenate([[0], ends[:-1]]))
+        previous_ends = np.concatenate([[0], ends[:-1]])
+        starts = np.minimum(positions[:, 0], previous_ends)
         return np.asarray(ids, np.int64), starts, ends
     # Segment by segment: without offsets, this is the only way to know the tokens of a turn.
     parts = [np.asarray(tokenizer.encode(segment.text), np.int64) for segment in segments]

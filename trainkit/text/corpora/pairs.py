@@ -144,6 +144,7 @@ def prolong_answers(
         >>> next(prolong_answers(turns))
         ('1', {'prompt': 'f(x)', 'chosen': 'Return x.', 'rejected': 'Return x. Do nothing.'})
     """
+    # (name, question, answer)
     turns = [
         (name, *(message["content"] for message in conversation["messages"]))
         for name, conversation in conversations
