@@ -456,12 +456,12 @@ def _interpolate_reciprocal(start: float, end: float, fraction: float) -> float:
 # ------------------------------------------------------------------------------------------- phases
 
 
-def _warm_up(step: int, warmup: int, begin: float | None) -> float:
+def _warm_up(step: int, warmup: int, start: float | None) -> float:
     """Return the warm-up factor of a step, up to 1."""
-    if begin is None:
+    if start is None:
         return min(1.0, (step + 1) / warmup) if warmup else 1.0
-    # Step 0 is at `begin` itself, so the full rate comes one step later than without `begin`.
-    return begin + (1 - begin) * min(1.0, step / warmup) if warmup else 1.0
+    # Step 0 is at `start` itself, so the full rate comes one step later than without it.
+    return start + (1 - start) * min(1.0, step / warmup) if warmup else 1.0
 
 
 def _make_decay(  # noqa: PLR0917 (each schedule hands all of its own on)

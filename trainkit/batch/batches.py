@@ -251,7 +251,7 @@ def make_spans(document_ids: Tensor, *, multiple_of: int = 1) -> Spans:
     """
     if document_ids.device.type != "cpu" or document_ids.ndim != 2:
         raise ValueError(
-            "spans: document_ids must be [B, S] on the host, got "
+            "make_spans: document_ids must be [B, S] on the host, got "
             f"{tuple(document_ids.shape)} on {document_ids.device}"
         )
     # Alignment padding takes the id of its piece, so that both are one run.

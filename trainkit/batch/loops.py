@@ -17,11 +17,11 @@ SpanTable = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 The padding of a row is one column here; attention gets shorter spans of it (`cut_padding`).
 
-`BEGIN`: the first token of a span in the batch. `LENGTH`: its length with padding. `SIZE`: its
+`START`: the first token of a span in the batch. `LENGTH`: its length with padding. `SIZE`: its
 number of tokens, 0 for row padding. `NUMBER`: its document id, -1 for row padding. `DOCUMENT` and
 `SOURCE`: its document in the corpus, and its first token in the corpus.
 """
-BEGIN, LENGTH, SIZE, NUMBER, DOCUMENT, SOURCE = range(6)
+START, LENGTH, SIZE, NUMBER, DOCUMENT, SOURCE = range(6)
 
 
 @jit
@@ -69,7 +69,7 @@ def lay_out(  # noqa: PLR0917 (an array is a parameter)
             last = min(corpus_offsets[document + 1], num_tokens)
             if source < 0 or source + length > last or filled + padded > capacity:
                 return table, index
-            table[BEGIN, span] = index * capacity + filled
+            table[START, span] = index * capacity + filled
             table[LENGTH, span] = padded
             table[SIZE, span] = length
             table[NUMBER, span] = piece - first
@@ -78,7 +78,7 @@ def lay_out(  # noqa: PLR0917 (an array is a parameter)
             filled += padded
             span += 1
         if filled < capacity:
-            table[BEGIN, span] = index * capacity + filled
+            table[START, span] = index * capacity + filled
             table[LENGTH, span] = capacity - filled
             table[NUMBER, span] = -1
             table[DOCUMENT, span] = -1
@@ -109,8 +109,8 @@ def write_spans(fields: Any, table: Any, pad_id: int) -> None:
     """Write positions, document ids and padding."""
     # One loop per field: a loop that writes to one array at a time runs at the memory's speed.
     ids, labels, position_ids, document_ids = fields
-    starts = table[BEGIN]
-    ends = table[BEGIN] + table[LENGTH]
+    starts = table[START]
+    ends = table[START] + table[LENGTH]
     for span in range(starts.size):
         positions = position_ids[starts[span] : ends[span]]
         for i in range(positions.size):
@@ -133,7 +133,7 @@ def copy_spans(ids: Any, labels: Any, tokens: Any, table: Any) -> Any:
     # In the tokens' dtype: numba makes a float64 of uint64 and int64.
     largest = tokens.dtype.type(0)
     for span in range(table.shape[1]):
-        start = table[BEGIN, span]
+        start = table[START, span]
         size = table[SIZE, span]
         first = table[SOURCE, span]
         target = ids[start : start + size]
@@ -152,7 +152,7 @@ def copy_spans(ids: Any, labels: Any, tokens: Any, table: Any) -> Any:
 def mask_labels(labels: Any, trained: Any, table: Any) -> None:
     """Ignore the labels that are outside the loss mask."""
     for span in range(table.shape[1]):
-        start = table[BEGIN, span]
+        start = table[START, span]
         size = table[SIZE, span]
         first = table[SOURCE, span]
         target = labels[start : start + max(size - 1, 0)]
@@ -169,7 +169,7 @@ def clear_column(out: Any, table: Any, width: int, shift: int) -> None:
     A column has `width` values per token.
     """
     for span in range(table.shape[1]):
-        start = table[BEGIN, span]
+        start = table[START, span]
         end = start + table[LENGTH, span]
         out[(start + max(table[SIZE, span] - shift, 0)) * width : end * width] = 0
 
@@ -178,7 +178,7 @@ def clear_column(out: Any, table: Any, width: int, shift: int) -> None:
 def copy_column(out: Any, values: Any, table: Any, width: int, shift: int) -> None:
     """Copy the values of a column, `width` per token, `shift` places to the left in each piece."""
     for span in range(table.shape[1]):
-        start = table[BEGIN, span] * width
+        start = table[START, span] * width
         # `shift` is 1 for a column of labels, and 0 for one of tokens.
         first = (table[SOURCE, span] + shift) * width
         size = max(table[SIZE, span] - shift, 0) * width

@@ -444,16 +444,16 @@ def _copy_chunks(  # noqa: PLR0917 (keywords take numba 1 us)
     for row in range(len(source) // max(length * inner, 1)):
         end = 0
         for document in range(1, len(bounds)):
-            begin = end
+            start = end
             end = bounds[document]
             # Rounding may be wrong for lengths that do not divide; the product below finds these.
-            size = np.int64((end - begin) * fraction + 0.5)
-            if end <= begin or end > length or size * 2 * count != end - begin:
+            size = np.int64((end - start) * fraction + 0.5)
+            if end <= start or end > length or size * 2 * count != end - start:
                 return False
             num_values = np.uintp(size * inner)
             # Chunk r counts from the front, chunk 2N-1-r as many from the back.
-            for start in (begin + rank * size, end - (rank + 1) * size):
-                first = np.uintp((row * length + start) * inner)
+            for chunk in (start + rank * size, end - (rank + 1) * size):
+                first = np.uintp((row * length + chunk) * inner)
                 for i in range(num_values):
                     to[position + i] = source[first + i]
                 position += num_values

@@ -354,7 +354,7 @@ def _best_fit(  # noqa: PLR0917 (an array is a parameter)
     A run is consecutive bins with equal contents. It takes all pieces of a length at once, so that
     the time depends on the number of lengths, and hardly on the number of pieces.
     """
-    begin, count, space = runs[:, 0], runs[:, 1], runs[:, 2]
+    first_bin, count, space = runs[:, 0], runs[:, 1], runs[:, 2]
     room, earlier = runs[:, 3], runs[:, 4]
     ready = np.empty(len(runs), np.int64)  # the stack
     waiting = np.full(sizes.size, -1)  # for each key, the last run with space for it
@@ -373,7 +373,7 @@ def _best_fit(  # noqa: PLR0917 (an array is a parameter)
             if num_ready == 0:
                 # All new bins that the remaining pieces need are one run.
                 per_bin = min(capacity // length, limit)
-                begin[num_runs] = num_bins
+                first_bin[num_runs] = num_bins
                 count[num_runs] = (left + per_bin - 1) // per_bin
                 space[num_runs], room[num_runs] = capacity, limit
                 num_bins += count[num_runs]
@@ -386,15 +386,15 @@ def _best_fit(  # noqa: PLR0917 (an array is a parameter)
             if bins < count[run]:  # the others stay on the stack
                 part = num_runs
                 num_runs += 1
-                begin[part], count[part] = begin[run], bins
+                first_bin[part], count[part] = first_bin[run], bins
                 space[part], room[part] = space[run], room[run]
-                begin[run] += bins
+                first_bin[run] += bins
                 count[run] -= bins
                 run = part
             else:
                 num_ready -= 1
-            segments[num_segments, 0] = begin[run]
-            segments[num_segments, 1] = begin[run] + bins
+            segments[num_segments, 0] = first_bin[run]
+            segments[num_segments, 1] = first_bin[run] + bins
             segments[num_segments, 2] = segments[num_segments, 3] = per_bin
             num_segments += 1
             left -= bins * per_bin

@@ -234,7 +234,7 @@ def sample_mixture(
 
     Returns:
         A function from the number of a global batch, from 0, to its rows: int64
-        `[rows_per_step]`, rows of the joined table.
+        `[rows_per_step]`, rows of the concatenated table.
 
     Raises:
         ValueError: `rows_per_step` is below 1, the phases do not weigh exactly the corpora of

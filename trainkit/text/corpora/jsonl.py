@@ -1,4 +1,4 @@
-"""JSON lines as records: one object a line."""
+"""JSON lines as records: one object per line."""
 
 from __future__ import annotations
 

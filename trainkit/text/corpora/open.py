@@ -224,7 +224,7 @@ def is_held_out(name: str, *, one_in: int = 20) -> bool:
         >>> sum(is_held_out(f"{i}.py") for i in range(1000))
         57
     """
-    check_range("held_out", at_least=1, one_in=one_in)
+    check_range("is_held_out", at_least=1, one_in=one_in)
     # Not Python's `hash`, which differs between processes; file names may hold surrogates.
     digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
     return int.from_bytes(digest[:8], "little") % one_in == 0
