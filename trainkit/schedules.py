@@ -62,8 +62,7 @@ def constant(lr: float, *, warmup: int = 0, warmup_from: float | None = None) ->
         >>> [constant(1.0, warmup=4, warmup_from=0.0)(step) for step in range(6)]
         [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
     """
-    # A schedule without an end has no `total`; the check gets the smallest that it takes.
-    _check_arguments("constant", lr, warmup, max(warmup, 1), 0.0, warmup_from)
+    _check_arguments("constant", lr, warmup=warmup, warmup_from=warmup_from)
     return lambda step: lr * _warm_up(step, warmup, warmup_from)
 
 
@@ -91,7 +90,15 @@ def linear(
         >>> [linear(1.0, warmup=2, total=6)(step) for step in range(8)]
         [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     """
-    return _make_decay("linear", _straight, lr, warmup, total, final, warmup_from)
+    return _make_decay(
+        "linear",
+        _straight,
+        lr,
+        warmup=warmup,
+        total=total,
+        final=final,
+        warmup_from=warmup_from,
+    )
 
 
 def cosine(
@@ -118,7 +125,15 @@ def cosine(
         >>> [round(cosine(1.0, warmup=0, total=4, final=0.2)(step), 3) for step in range(5)]
         [1.0, 0.883, 0.6, 0.317, 0.2]
     """
-    return _make_decay("cosine", _half_cosine, lr, warmup, total, final, warmup_from)
+    return _make_decay(
+        "cosine",
+        _half_cosine,
+        lr,
+        warmup=warmup,
+        total=total,
+        final=final,
+        warmup_from=warmup_from,
+    )
 
 
 def rex(
@@ -153,7 +168,15 @@ def rex(
     def shape(over: float) -> float:
         return (1 - over) / (0.5 + (1 - over) / 2)
 
-    return _make_decay("rex", shape, lr, warmup, total, final, warmup_from)
+    return _make_decay(
+        "rex",
+        shape,
+        lr,
+        warmup=warmup,
+        total=total,
+        final=final,
+        warmup_from=warmup_from,
+    )
 
 
 def power(
@@ -188,9 +211,15 @@ def power(
     if not (math.isfinite(exponent) and exponent > 0):
         raise ValueError(f"power: exponent must be above 0, got {exponent}")
     # Checked here with `final`, since the decay below ends at 0.
-    _check_arguments("power", lr, warmup, total, final, None)
+    _check_arguments("power", lr, warmup=warmup, total=total, final=final)
     lr_at = _make_decay(
-        "power", lambda over: (1 - over) ** exponent, lr, warmup, total, 0.0, warmup_from
+        "power",
+        lambda over: (1 - over) ** exponent,
+        lr,
+        warmup=warmup,
+        total=total,
+        final=0.0,
+        warmup_from=warmup_from,
     )
     # `final` cuts off the decay, not the warm-up, which may begin below it.
     return lambda step: lr_at(step) if step < warmup else max(lr_at(step), lr * final)
@@ -213,7 +242,7 @@ def inverse_sqrt(lr: float, *, warmup: int, warmup_from: float | None = None) ->
         >>> [inverse_sqrt(1.0, warmup=4)(step) for step in (0, 3, 4, 16, 400)]
         [0.25, 1.0, 1.0, 0.5, 0.1]
     """
-    _check_arguments("inverse_sqrt", lr, warmup, max(warmup, 1), 0.0, warmup_from)
+    _check_arguments("inverse_sqrt", lr, warmup=warmup, warmup_from=warmup_from)
     # Without warm-up sqrt(warmup / step) would be 0 at every step.
     check_range("inverse_sqrt", at_least=1, warmup=warmup)
     return lambda step: (
@@ -265,7 +294,7 @@ def warmup_stable_decay(
     }
     if shape not in shapes:
         raise ValueError(f"{name}: shape must be one of {', '.join(shapes)}, got {shape!r}")
-    _check_arguments(name, lr, warmup, total, final, warmup_from)
+    _check_arguments(name, lr, warmup=warmup, total=total, final=final, warmup_from=warmup_from)
     # An int 1 is one step, a float 1.0 the whole schedule.
     if not 0 <= decay <= (total if isinstance(decay, int) else 1.0):
         raise ValueError(
@@ -279,9 +308,17 @@ def warmup_stable_decay(
             f"{steps}",
             hint="shorten the warm-up (--warmup), or lengthen the schedule (--schedule-steps)",
         )
-    # Step `first` still has the full rate, because the decay's fraction is 0 there.
-    first = total - steps
-    return _make_decay(name, shapes[shape], lr, warmup, total, final, warmup_from, first=first)
+    return _make_decay(
+        name,
+        shapes[shape],
+        lr,
+        warmup=warmup,
+        # This step still has the full rate, because the decay's fraction is 0 there.
+        first=total - steps,
+        total=total,
+        final=final,
+        warmup_from=warmup_from,
+    )
 
 
 def piecewise(lr: float, points: Sequence[Point]) -> Schedule:
@@ -309,8 +346,7 @@ def piecewise(lr: float, points: Sequence[Point]) -> Schedule:
         >>> [piecewise(1.0, [(0, 0.0), (4, 1.0, square)])(step) for step in range(5)]
         [0.0, 0.0625, 0.25, 0.5625, 1.0]
     """
-    # Only lr is checked: the other arguments stand for phases that this schedule does not have.
-    _check_arguments("piecewise", lr, 0, 1, 0.0, None)
+    _check_arguments("piecewise", lr)
     steps, fractions, curves = _check_points(points)
 
     def lr_at(step: int) -> float:
@@ -372,7 +408,7 @@ def infinite(
     """
     name = "infinite"
     plateau = warmup + cooldown
-    _check_arguments(name, lr, warmup, max(warmup, 1), final, warmup_from)
+    _check_arguments(name, lr, warmup=warmup, final=final, warmup_from=warmup_from)
     # A rate below the peak takes steps to reach, and the peak itself none.
     fits = 0 <= cooldown < math.inf and (stable < 1) == (cooldown > 0)
     if not (fits and 0 <= stable <= 1):
@@ -464,19 +500,19 @@ def _warm_up(step: int, warmup: int, start: float | None) -> float:
     return start + (1 - start) * min(1.0, step / warmup) if warmup else 1.0
 
 
-def _make_decay(  # noqa: PLR0917 (each schedule hands all of its own on)
+def _make_decay(
     name: str,
     shape: DecayShape,
     lr: float,
+    *,
     warmup: int,
+    first: int | None = None,
     total: int,
     final: float,
     warmup_from: float | None,
-    *,
-    first: int | None = None,
 ) -> Schedule:
     """Make a schedule of warm-up, a plateau up to step `first`, and a decay; no plateau if None."""
-    _check_arguments(name, lr, warmup, total, final, warmup_from)
+    _check_arguments(name, lr, warmup=warmup, total=total, final=final, warmup_from=warmup_from)
     first = warmup if first is None else first
 
     def lr_at(step: int) -> float:
@@ -490,14 +526,21 @@ def _make_decay(  # noqa: PLR0917 (each schedule hands all of its own on)
     return lr_at
 
 
-def _check_arguments(  # noqa: PLR0917 (each schedule hands all of its own on)
-    name: str, lr: float, warmup: int, total: int, final: float, warmup_from: float | None
+def _check_arguments(
+    name: str,
+    lr: float,
+    *,
+    warmup: int = 0,
+    total: int | None = None,
+    final: float = 0.0,
+    warmup_from: float | None = None,
 ) -> None:
+    """Raise ValueError if an argument is out of range; a default is for a phase left out."""
     if not (math.isfinite(lr) and lr >= 0):
         raise ValueError(f"{name}: lr must be finite and at least 0, got {lr}")
     if not 0 <= warmup < math.inf:
         raise ValueError(f"{name}: warmup must be at least 0 steps, got {warmup}")
-    if not max(warmup, 1) <= total < math.inf:
+    if total is not None and not max(warmup, 1) <= total < math.inf:
         raise ConfigError(
             f"{name}: total must be at least 1 step and at least warmup = {warmup}, got {total}",
             hint="shorten the warm-up (--warmup), or lengthen the schedule (--schedule-steps)",
@@ -533,8 +576,5 @@ def _check_points(
             f"piecewise: a curve must be a function or one of {', '.join(named)}, "
             f"got {unknown[0]!r}"
         )
-    return (
-        steps,
-        fractions,
-        [curve if callable(curve) else named[curve] for curve in curves],
-    )
+    functions = [curve if callable(curve) else named[curve] for curve in curves]
+    return steps, fractions, functions

@@ -90,12 +90,12 @@ def make_padding_batch(rows: int, length: int, *, pad_id: int = 0, multiple_of: 
     check_range("make_padding_batch", at_least=1, rows=rows, length=length)
     check_range("make_padding_batch", at_least=1, multiple_of=multiple_of)
     return Batch(
-        torch.full((rows, length), pad_id),
-        torch.full((rows, length), IGNORED_LABEL),
-        torch.arange(length).repeat(rows, 1),
-        torch.full((rows, length), -1),
-        torch.full((rows, length), -1),
-        spans_of_runs(np.full((rows, length), -1), multiple_of=multiple_of),
+        input_ids=torch.full((rows, length), pad_id),
+        labels=torch.full((rows, length), IGNORED_LABEL),
+        position_ids=torch.arange(length).repeat(rows, 1),
+        document_ids=torch.full((rows, length), -1),
+        token_index=torch.full((rows, length), -1),
+        spans=spans_of_runs(np.full((rows, length), -1), multiple_of=multiple_of),
     )
 
 
@@ -183,14 +183,15 @@ def batch_from_rows(
         # The distance to the last start: cummax carries its column to the right.
         columns = torch.arange(input_ids.shape[1]).expand_as(input_ids)
         position_ids = columns - torch.where(is_start, columns, 0).cummax(1).values
+    index = torch.arange(input_ids.numel()).view_as(input_ids)
     return Batch(
-        input_ids,
-        shift_labels(input_ids, documents) if labels is None else labels,
-        position_ids,
-        documents,
-        torch.arange(input_ids.numel()).view_as(input_ids) + first_row * input_ids.shape[1],
-        make_spans(documents),
-        extra or {},
+        input_ids=input_ids,
+        labels=shift_labels(input_ids, documents) if labels is None else labels,
+        position_ids=position_ids,
+        document_ids=documents,
+        token_index=index + first_row * input_ids.shape[1],
+        spans=make_spans(documents),
+        extra=extra or {},
     )
 
 

@@ -112,7 +112,14 @@ def pack_bins(
     if order is not None:
         # From positions in the shuffled order back to the corpus' own numbers.
         documents[:] = order[documents]
-    return Bins(offsets, documents, starts, pieces, rule.capacity, rule.multiple_of)
+    return Bins(
+        offsets=offsets,
+        documents=documents,
+        starts=starts,
+        lengths=pieces,
+        capacity=rule.capacity,
+        multiple_of=rule.multiple_of,
+    )
 
 
 def select_rows(bins: Bins, rows: ArrayLike) -> Bins:
@@ -345,9 +352,10 @@ def _write_sorted(  # noqa: PLR0917 (an array is a parameter)
     places = places[: (ends.size + SHELF - 1) >> SHELF_BITS]
     sort_into_shelves(bin_of, lengths, *start, rule.capacity, rule.max_tokens, places, entries)
     order = np.empty(np.diff(places, prepend=0).max(), entries.dtype)
-    return ends, *sort_shelves(
+    max_tokens, max_pieces = sort_shelves(
         places, entries, rule.capacity, rule.multiple_of, order, ends, *columns
     )
+    return ends, max_tokens, max_pieces
 
 
 def _check_bins(fit: Fit, max_tokens: int, max_pieces: int, rule: _Rule) -> None:

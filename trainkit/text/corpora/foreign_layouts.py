@@ -98,7 +98,8 @@ def read_raw_layout(path: Path, sidecar: Sidecar) -> FileLayout:
             got=size,
         )
     count = size // dtype.itemsize
-    return FileLayout(path, dtype, 0, count, *_read_sidecar_offsets(path, sidecar, count))
+    offsets, sources = _read_sidecar_offsets(path, sidecar, count)
+    return FileLayout(path, dtype, 0, count, offsets, sources)
 
 
 def read_npy_layout(path: Path, sidecar: Sidecar) -> FileLayout:
@@ -116,7 +117,8 @@ def read_npy_layout(path: Path, sidecar: Sidecar) -> FileLayout:
             got=dtype.name,
             want=sidecar.dtype,
         )
-    return FileLayout(path, dtype, start, count, *_read_sidecar_offsets(path, sidecar, count))
+    offsets, sources = _read_sidecar_offsets(path, sidecar, count)
+    return FileLayout(path, dtype, start, count, offsets, sources)
 
 
 def _read_npy_header(path: Path) -> tuple[np.dtype[Any], int, int]:
