@@ -190,7 +190,7 @@ def _make_environment(*, spans: bool) -> Any:
     filters["_charge"] = jinja2.pass_context(_charge)
     filters["_join"] = _join
     environment.filters = filters
-    # It makes random text, as much as it is asked for.
+    # `lipsum` makes random text of any length.
     del environment.globals["lipsum"]
     names: dict[str, Any] = environment.globals
     names.update(raise_exception=_raise_template_error, strftime_now=_format_now)
