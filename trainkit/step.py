@@ -58,7 +58,8 @@ def _add(sums: dict[str, Tensor], terms: Mapping[str, Tensor]) -> None:
 
 def _add_long(sums: dict[str, Tensor], terms: Mapping[str, Tensor]) -> None:
     """Add terms in fp64: over 10^9 tokens a sum in fp32 is off by 2e-5."""
-    _add(sums, {name: x.double() if x.is_floating_point() else x for name, x in terms.items()})
+    in_fp64 = {name: x.double() if x.is_floating_point() else x for name, x in terms.items()}
+    _add(sums, in_fp64)
 
 
 def forward_backward(

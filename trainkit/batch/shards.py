@@ -497,7 +497,8 @@ def _check_bounds(function: str, cu_seqlens: Any, length: int) -> IntArray:
             f"{bounds.dtype} {bounds.shape}"
         )
     bounds = bounds.astype(np.int64)
-    if bounds[0] != 0 or bounds[-1] != length or (np.diff(bounds) <= 0).any():
+    has_ends = bounds[0] == 0 and bounds[-1] == length
+    if not has_ends or (np.diff(bounds) <= 0).any():
         raise ValueError(
             f"{function}: cu_seqlens must rise from 0 to the length, {length}, got "
             f"{bounds.tolist()}"

@@ -154,7 +154,8 @@ def _make_buffers(parts: Sequence[StepBatch], device: torch.device) -> list[Tens
     """Convert batches to uint8 buffers of equal size on a device."""
     serialized = [_serialize(part) for part in parts]
     size = max((len(data) for data in serialized), default=0)
-    return [torch.nn.functional.pad(x, (0, size - len(x))).to(device) for x in serialized]
+    padded = (torch.nn.functional.pad(data, (0, size - len(data))) for data in serialized)
+    return [data.to(device) for data in padded]
 
 
 def _serialize(batch: StepBatch) -> Tensor:

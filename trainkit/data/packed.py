@@ -218,7 +218,8 @@ def concat_packed(packed: Mapping[str, PackedCorpus]) -> PackedCorpus:
     corpus = corpora[0]
     if not isinstance(corpus, ConcatCorpus):
         # Not concat_corpora, which would copy the offsets.
-        corpus = ConcatCorpus((corpus,), np.array([0, len(corpus.offsets) - 1]), corpus.offsets)
+        first_documents = np.array([0, len(corpus.offsets) - 1])
+        corpus = ConcatCorpus((corpus,), first_documents, corpus.offsets)
     return PackedCorpus(corpus, first.bins, num_rows)
 
 

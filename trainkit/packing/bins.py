@@ -12,14 +12,14 @@ import numpy as np
 from trainkit.noise.hashing import make_key
 from trainkit.packing.fits import (
     INT32,
-    MOST_TOKENS,
+    MAX_TOKENS,
     argsort_keys,
     best_fit,
-    check_whole,
+    check_integer,
     read_only,
 )
 from trainkit.packing.pieces import (
-    MOST_PIECES,
+    MAX_PIECES,
     SHELF,
     SHELF_BITS,
     align,
@@ -100,9 +100,9 @@ def pack_bins(
         raise ValueError(  # noqa: TRY004 -- as for all bad arguments
             f"pack_bins: fit must be a function, got {fit!r}: give the function packing.{name}"
         )
-    check_whole("pack_bins", "group_size", group_size, least=0)
+    check_integer("pack_bins", "group_size", group_size, min_value=0)
     if seed is not None:
-        check_whole("pack_bins", "seed", seed)
+        check_integer("pack_bins", "seed", seed)
     num_pieces, largest = _survey_lengths(array, rule, overlong)
     order, counts = _make_groups(array, rule, num_pieces, int(group_size), seed)
     grouped = array if order is None else read_only(array[order])
@@ -186,15 +186,15 @@ def _check_longest(lengths: np.ndarray[Any, Any], longest: int) -> None:
 def _make_rule(
     capacity: int, multiple_of: int, overlong: Overlong, max_documents: int | None
 ) -> _Rule:
-    check_whole("pack_bins", "capacity", capacity, least=1, most=MOST_TOKENS)
-    check_whole("pack_bins", "multiple_of", multiple_of, least=1, most=MOST_TOKENS)
+    check_integer("pack_bins", "capacity", capacity, min_value=1, max_value=MAX_TOKENS)
+    check_integer("pack_bins", "multiple_of", multiple_of, min_value=1, max_value=MAX_TOKENS)
     if max_documents is not None:
-        check_whole("pack_bins", "max_documents", max_documents, least=1)
+        check_integer("pack_bins", "max_documents", max_documents, min_value=1)
     capacity = int(capacity)
     multiple_of = int(multiple_of)
     below = capacity // multiple_of * multiple_of
     if below != capacity:
-        nearest = [n for n in (below, below + multiple_of) if 1 <= n <= MOST_TOKENS]
+        nearest = [n for n in (below, below + multiple_of) if 1 <= n <= MAX_TOKENS]
         raise ValueError(
             f"pack_bins: capacity {capacity} is no multiple of multiple_of={multiple_of}; "
             f"take {' or '.join(map(str, nearest))}"
@@ -219,7 +219,7 @@ def _survey_lengths(lengths: IntArray, rule: _Rule, overlong: Overlong) -> tuple
             f"{rule.capacity}: raise it (--row-length of a recipe, --capacity of pack), or let "
             "`overlong` split, truncate or drop such documents (--overlong of pack)"
         )
-    if num_pieces > MOST_PIECES:
+    if num_pieces > MAX_PIECES:
         raise ValueError(
             f"pack_bins: lengths come to more than 2^31 - 1 pieces of capacity {rule.capacity}; "
             f"the longest, document {int(lengths.argmax())}, has {largest} tokens: raise the "

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 INT32 = 1 << 31
 """The first integer beyond int32."""
-MOST_TOKENS = INT32 - 1
+MAX_TOKENS = INT32 - 1
 """The longest row: `cu_seqlens` is int32."""
 
 
@@ -120,7 +120,8 @@ def best_fit(lengths: IntArray, capacity: int, *, max_documents: int | None) -> 
     size = task.keys.size
     # There are at most three runs per length, and far fewer segments than pieces; memory that is
     # never touched is never allocated.
-    runs = np.empty((min(bound_num_bins(task), 3 * task.sizes.size), 5), np.int64)
+    max_runs = min(bound_num_bins(task), 3 * task.sizes.size)
+    runs = np.empty((max_runs, 5), np.int64)
     segments = np.empty((size, 4), np.int32 if size < INT32 else np.int64)
     firsts = np.zeros(task.sizes.size, np.int64)
     _best_fit(task.keys, task.sizes, task.capacity, task.limit, runs, segments, firsts)
@@ -205,12 +206,12 @@ def _check_arguments(
     name: str, lengths: Any, capacity: int, max_documents: int | None
 ) -> tuple[IntArray, int]:
     """Return the lengths in the form of the compiled loops, and the limit of pieces."""
-    check_whole(name, "capacity", capacity, least=1, most=MOST_TOKENS)
+    check_integer(name, "capacity", capacity, min_value=1, max_value=MAX_TOKENS)
     lengths = integers(name, "lengths", lengths)
     if lengths.ndim != 1:
         raise ValueError(f"{name}: lengths must have one dimension, got shape {lengths.shape}")
     if max_documents is not None:
-        check_whole(name, "max_documents", max_documents, least=1)
+        check_integer(name, "max_documents", max_documents, min_value=1)
     limit = lengths.size if max_documents is None else min(int(max_documents), lengths.size)
     return read_only(np.ascontiguousarray(lengths)), max(1, limit)
 
@@ -224,16 +225,21 @@ def _check_lengths(name: str, shortest: int, longest: int, capacity: int) -> Non
         )
 
 
-def check_whole(
-    where: str, name: str, value: int, *, least: int | None = None, most: int | None = None
+def check_integer(
+    function: str,
+    name: str,
+    value: int,
+    *,
+    min_value: int | None = None,
+    max_value: int | None = None,
 ) -> None:
-    """Raise ValueError if an argument of `where` is not an integer, or out of range."""
+    """Raise ValueError if an argument of `function` is not an integer, or out of range."""
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    is_above = is_integer and most is not None and value > most
-    if not is_integer or is_above or (least is not None and value < least):
-        bound = "" if least is None else f" of at least {least}"
-        bound = f" of at most {most}" if is_above else bound
-        raise ValueError(f"{where}: {name} must be an integer{bound}, got {value!r}")
+    is_above = is_integer and max_value is not None and value > max_value
+    if not is_integer or is_above or (min_value is not None and value < min_value):
+        bound = "" if min_value is None else f" of at least {min_value}"
+        bound = f" of at most {max_value}" if is_above else bound
+        raise ValueError(f"{function}: {name} must be an integer{bound}, got {value!r}")
 
 
 def read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 SHELF_BITS = 12
 SHELF = 1 << SHELF_BITS
 """Bins that are sorted at a time: their pieces, and a line of every shelf, fit the cache."""
-MOST_PIECES = (1 << 31) - 1
+MAX_PIECES = (1 << 31) - 1
 """The maximum number of pieces: 48 GiB of documents, starts and lengths."""
 
 
@@ -33,7 +33,7 @@ def align(lengths: IntArray, multiple_of: int) -> IntArray:
 def survey(lengths: Any, capacity: int, max_tokens: int) -> Any:
     """Return the smallest length (at max_tokens 0), the largest, and the number of pieces.
 
-    A number above `MOST_PIECES` is not exact, because the sum could overflow.
+    A number above `MAX_PIECES` is not exact, because the sum could overflow.
     """
     smallest = largest = num_pieces = 0
     for document in range(lengths.size):
@@ -47,7 +47,7 @@ def survey(lengths: Any, capacity: int, max_tokens: int) -> Any:
                 # Pieces beyond the first, which is counted above. With `max_tokens` 0 (drop) this
                 # is -1, and takes back the first.
                 parts = (min(length, max_tokens) - 1) // capacity
-                num_pieces = min(num_pieces + parts, MOST_PIECES + 1)
+                num_pieces = min(num_pieces + parts, MAX_PIECES + 1)
     return smallest, largest, num_pieces
 
 

@@ -130,7 +130,8 @@ def row_costs(bins: Bins) -> IntArray:
         array([64, 32, 22])
     """
     # With differences of running sums a row without pieces costs 0, and overflow cancels.
-    sums = np.concatenate([[0], np.cumsum(align(bins.lengths, bins.multiple_of) ** 2)])
+    lengths = align(bins.lengths, bins.multiple_of)
+    sums = np.concatenate([[0], np.cumsum(lengths**2)])
     return np.diff(sums[bins.offsets])
 
 

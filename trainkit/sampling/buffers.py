@@ -76,7 +76,8 @@ def buffer_sorted_order(
     # Positions may come in any order; a buffer is sorted once for all of its positions.
     by_position = np.argsort(positions, kind="stable")
     buffers, firsts = np.unique(positions[by_position] // buffer_size, return_index=True)
-    for buffer, group in zip(buffers.tolist(), np.split(by_position, firsts[1:]), strict=False):
+    groups = np.split(by_position, firsts[1:])
+    for buffer, group in zip(buffers.tolist(), groups, strict=False):
         start = buffer * buffer_size
         buffer_keys = keys[start : start + buffer_size]
         if buffer_keys.dtype.kind == "f" and np.isnan(buffer_keys).any():

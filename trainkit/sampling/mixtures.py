@@ -324,7 +324,8 @@ def _make_spans(
         first = 0
         if any(lag):
             order, _ = _make_period(quota)
-            first = _find_position(order, np.array(quota), np.array([float(x) for x in lag]))
+            rounded_lag = np.array([float(x) for x in lag])
+            first = _find_position(order, np.array(quota), rounded_lag)
         spans.append(_Span(start, quota, first, draws - _count_draws(quota, first)))
         if end is not None:
             num_rows = (end - start) * rows_per_step

@@ -344,7 +344,8 @@ def read_template_sources(path: Path) -> dict[str, Any]:
     rows = setting if isinstance(setting, list) else [{"name": "default", "template": setting}]
     valid = [row for row in rows if isinstance(row, dict)]
     sources = {str(row.get("name")): row.get("template") for row in valid}
-    if len(valid) != len(rows) or not all(isinstance(text, str) for text in sources.values()):
+    are_texts = all(isinstance(text, str) for text in sources.values())
+    if len(valid) != len(rows) or not are_texts:
         raise DataError(
             f"read_template: {path}: chat_template must be a text, or a list of named ones",
             where=path,

@@ -18,7 +18,7 @@ from typing import Any
 from trainkit.text.chat.messages import REASONING
 from trainkit.types import needs_extra
 
-_MOST = 1 << 26
+_MAX_COST = 1 << 26
 """The budget of a rendering: 1 for each character, `_STEP` for a loop iteration or a call."""
 _STEP = 16
 _NO_FILTERS = ("random", "wordwrap")
@@ -39,8 +39,8 @@ class _Budget(threading.local):
         import jinja2  # noqa: PLC0415  (an extra)
 
         self.spent += cost
-        if self.spent > _MOST:
-            raise jinja2.TemplateError(f"it makes more than {_MOST} letters, or never ends")
+        if self.spent > _MAX_COST:
+            raise jinja2.TemplateError(f"it makes more than {_MAX_COST} letters, or never ends")
 
     def charge_value(self, value: Any) -> Any:
         """Charge the characters or items of a value, and return it."""

@@ -99,7 +99,8 @@ def tokenize(
     parts = [np.asarray(tokenizer.encode(segment.text), np.int64) for segment in segments]
     # All tokens of a segment have its range: they are in the loss together, or not at all.
     counts = [len(part) for part in parts]
-    edges = np.cumsum([0, *(len(segment.text) for segment in segments)], dtype=np.int64)
+    lengths = [len(segment.text) for segment in segments]
+    edges = np.cumsum([0, *lengths], dtype=np.int64)
     tokens = np.concatenate([np.array([], np.int64), *parts])
     return tokens, np.repeat(edges[:-1], counts), np.repeat(edges[1:], counts)
 

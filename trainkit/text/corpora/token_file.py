@@ -168,8 +168,9 @@ def read_header(file: BinaryIO, path: Path) -> Header:
     # After 8 bytes of magic, 8 of the length and 32 of the hash.
     end = 48 + int.from_bytes(block[8:16], "little")
     text = block[48:end]
-    is_intact = hashlib.sha256(text).digest() == block[16:48] and not block[end:].strip(b"\0")
-    if len(block) < BLOCK or not is_intact:
+    is_intact = hashlib.sha256(text).digest() == block[16:48]
+    has_zeros = not block[end:].strip(b"\0")
+    if len(block) < BLOCK or not (is_intact and has_zeros):
         raise DataError(
             f"{path}: this token file has a header that is truncated or damaged",
             where=path,

@@ -170,7 +170,8 @@ def identify(value: Any) -> str:
     """
     if isinstance(value, partial):
         # Sorted, as the order of keywords does not matter.
-        bound = [value.func, *value.args, *itertools.chain(*sorted(value.keywords.items()))]
+        keywords = itertools.chain(*sorted(value.keywords.items()))
+        bound = [value.func, *value.args, *keywords]
         return f"partial({', '.join(map(identify, bound))})"
     if inspect.isfunction(value) and "<" not in value.__qualname__:
         try:
