@@ -195,7 +195,7 @@ def make_dataset_batch(
         multiple_of=multiple_of,
         max_documents=1,
     )
-    _check_row_length(bins, data_shard)
+    _check_row_length("make_dataset_batch", bins, data_shard)
     # A batch of fewer rows is one microbatch, without padding rows up to the width.
     width = min(rows_per_microbatch, len(items))
     # Ranks may have one item more or less, but need equally many rows: those of the longest,
@@ -244,7 +244,7 @@ def _read_items(
         vocab_size=vocab_size,
         columns=check_columns("make_dataset_batch", columns),
     )
-    # `pack_bins` would raise too, but it knows the document's number here, not the item's index.
+    # `pack_bins` would raise too, but name the document on this rank, not the item's index.
     if max_length is not None and (corpus.lengths > max_length).any():
         worst = int(corpus.lengths.argmax())
         raise DataError(
@@ -304,7 +304,7 @@ def make_microbatches(
         >>> part.input_ids.tolist()
         [[0, 1, 2, 3]]
     """
-    _check_row_length(packed.bins, data_shard)
+    _check_row_length("make_microbatches", packed.bins, data_shard)
     rows = np.asarray(rows)
     if rows.ndim != 1 or rows.dtype.kind not in "iu":
         raise ValueError(
@@ -401,7 +401,7 @@ def make_eval_batches(
     share = data_shard.rows
     bins = packed.bins
     check_range("make_eval_batches", at_least=1, rows_per_batch=rows_per_batch)
-    _check_row_length(bins, data_shard)
+    _check_row_length("make_eval_batches", bins, data_shard)
     sources = packed.source_of(np.arange(len(bins)))
     # Contiguous runs, in which a rank reads its file from front to back.
     rows = np.array_split(np.arange(len(bins)), share.count)[share.index]
@@ -416,7 +416,7 @@ def make_eval_batches(
     )
 
 
-def _check_row_length(bins: Bins, data_shard: DataShard) -> None:
+def _check_row_length(function: str, bins: Bins, data_shard: DataShard) -> None:
     ring = data_shard.ring.count
     ulysses = data_shard.ulysses.count
     # A zigzag has two chunks for each rank of the ring, and Ulysses slices the shard of a ring's
@@ -424,8 +424,8 @@ def _check_row_length(bins: Bins, data_shard: DataShard) -> None:
     multiple = math.lcm(2 * ring if ring > 1 else 1, ring * ulysses)
     if bins.capacity % multiple:
         raise ConfigError(
-            f"make_step_batch: rows of {bins.capacity} tokens do not divide by ring = {ring} x 2 "
-            f"chunks and ulysses = {ulysses}; choose a row length that is a multiple of {multiple}",
+            f"{function}: rows of {bins.capacity} tokens do not divide by ring = {ring} x 2 chunks "
+            f"and ulysses = {ulysses}; choose a row length that is a multiple of {multiple}",
             where="ring, ulysses",
             got=bins.capacity,
             want=f"a multiple of {multiple}",

@@ -164,7 +164,7 @@ def anneal_phases(
     anneal_weights: Sequence[float] = (),
     anneal_lr: float = 1.0,
 ) -> tuple[MixturePhase, ...]:
-    """Return the phases of a mixture: one from the start, and one for annealing if it has a step.
+    """Return the phases of a mixture: one from the start, and one for annealing, if any.
 
     Args:
         num_rows: Rows of each corpus by name.

@@ -112,7 +112,7 @@ class Header:
 
 
 def round_up(size: int) -> int:
-    """Return the next multiple of 8."""
+    """Round a size up to a multiple of 8."""
     return -(-size // 8) * 8
 
 
