@@ -406,7 +406,7 @@ def _add_from_config(backend: Any, config: Mapping[str, Any], name: str) -> None
 
 
 def _find_id(vocabulary: Mapping[str, int], token: Any, default: str, name: str) -> int | None:
-    """Return the id of a role's token; without one that of trainkit's default, if it exists.
+    """Return the id of a role's token; if none is named, that of trainkit's default or None.
 
     A token is a text in a configuration, or an object with its `content`.
     """
