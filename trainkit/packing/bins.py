@@ -199,6 +199,7 @@ def _make_rule(
             f"pack_bins: capacity {capacity} is no multiple of multiple_of={multiple_of}; "
             f"take {' or '.join(map(str, nearest))}"
         )
+    # What is left of a document that is longer than the capacity; nothing if it is dropped.
     max_tokens = {"split": _LONGEST, "error": _LONGEST, "truncate": capacity, "drop": 0}
     check_choice(tuple(max_tokens), "pack_bins", overlong=overlong)
     limit = None if max_documents is None else int(max_documents)
