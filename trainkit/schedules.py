@@ -427,6 +427,7 @@ def infinite(
     if anneal_from is not None:
         points.setdefault(anneal_from, (anneal_from, stable))
         points[anneal_from + anneal] = (anneal_from + anneal, final, curve)
+    # The warm-up is no piece between two points: its first step is above 0 by default.
     after = piecewise(lr, list(points.values()))
     return lambda step: after(step) if step >= warmup else lr * _warm_up(step, warmup, warmup_from)
 
@@ -513,6 +514,7 @@ def _make_decay(
 ) -> Schedule:
     """Make a schedule of warm-up, a plateau up to step `first`, and a decay; no plateau if None."""
     _check_arguments(name, lr, warmup=warmup, total=total, final=final, warmup_from=warmup_from)
+    # Without a plateau the decay begins where the warm-up ends.
     first = warmup if first is None else first
 
     def lr_at(step: int) -> float:
@@ -521,6 +523,7 @@ def _make_decay(
         # First, because without a decay `first` is `total`, and the quotient would divide by 0.
         if step >= total:
             return lr * final
+        # A shape falls from 1 to 0; here it falls from 1 to `final`.
         return lr * (final + (1 - final) * shape((step - first) / (total - first)))
 
     return lr_at
@@ -536,6 +539,7 @@ def _check_arguments(
     warmup_from: float | None = None,
 ) -> None:
     """Raise ValueError if an argument is out of range; a default is for a phase left out."""
+    # Every test asks for what is valid, because NaN fails all comparisons.
     if not (math.isfinite(lr) and lr >= 0):
         raise ValueError(f"{name}: lr must be finite and at least 0, got {lr}")
     if not 0 <= warmup < math.inf:
