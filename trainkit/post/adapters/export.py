@@ -97,6 +97,7 @@ def read_adapters(checkpoint: Path | str, *, name: str | None = None) -> SavedAd
             if adapter_name == selected:
                 parts.setdefault(matrix, {})[key] = x
     factors: dict[str, LowRankFactors] = {}
+    # The checkpoint has no scales: an adapter has that of the one specification that matches.
     for matrix, x in parts.items():
         matching = [spec for spec in loras if re.fullmatch(spec.modules, matrix)]
         if len(matching) != 1:
@@ -161,6 +162,7 @@ def export_peft(
         base_family,
         config,
         base=base,
+        # If only some are, alphas over the rank: `to_peft` finds those that give each scale.
         rank_stabilised=all(spec.rank_stabilised for spec in saved.loras),
         dropout=dropouts.pop() if len(dropouts) == 1 else 0.0,  # PEFT has one for all matrices
     )
@@ -268,6 +270,7 @@ def merge_weights(saved: SavedAdapters, base: Weights) -> Weights:
         factors = saved.held.get(name) or saved.held.get(name.removesuffix(".weight"))
         if factors is None:
             return base(name, shape, offset)
+        # The box as slices of the full matrix: rows of it and of B, columns of it and of A.
         *experts, rows, columns = (
             slice(start, start + size) for start, size in zip(offset, shape, strict=True)
         )

@@ -321,7 +321,8 @@ def _quantize_fp8(x: Tensor) -> _Parts:
     rows = x.shape[-2]
     num_missing = max(1, ceil(rows / FP8_BLOCK)) * FP8_BLOCK - rows
     # Rows of zeros complete the last blocks, and change none of their maxima.
-    blocks, largest = _split_into_blocks(nn.functional.pad(x, (0, 0, 0, num_missing)), FP8_BLOCK)
+    padded = nn.functional.pad(x, (0, 0, 0, num_missing))
+    blocks, largest = _split_into_blocks(padded, FP8_BLOCK)
     scales = largest.unflatten(-2, (-1, FP8_BLOCK)).amax(-2) / FP8_LARGEST
     codes = _e4m3(_divide_by_scales(blocks, scales.repeat_interleave(FP8_BLOCK, -2)))
     codes = codes.flatten(-2)[..., :rows, : x.shape[-1]].contiguous()
