@@ -161,6 +161,7 @@ class _Window(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
+        # SEEK_SET, SEEK_CUR and SEEK_END are 0, 1 and 2.
         self._position = offset + (0, self._position, self._size)[whence]
         return self._position
 

@@ -191,6 +191,7 @@ def set_context(config: DecoderConfig, context: int) -> DecoderConfig:
     scaling = config.rope_scaling
     if not isinstance(scaling, LongRopeScaling):
         return config
+    # The short factors hold up to this length, so a smaller context changes nothing.
     context = max(context, scaling.original_length)
     return attrs.evolve(config, rope_scaling=attrs.evolve(scaling, context=context))
 
@@ -343,6 +344,7 @@ def _read_sliding(
         problems.append("layer_types follow no pattern that is supported")
     elif pattern and window is None and values.get("layer_types") is not None:
         problems.append("layer_types has sliding layers, but no sliding_window is in use")
+    # {} means no sliding layers; None has been reported as a problem.
     if not pattern or window is None:
         return {}
     return {
@@ -526,6 +528,7 @@ def _write_values(config: DecoderConfig, family: Family, *, context: int) -> dic
     values: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
+        # A table of learned positions has a limit of its own.
         "max_position_embeddings": config.positions or context,
         **{key: allowed[0] for key, allowed in family.only.items()},
     }

@@ -135,6 +135,7 @@ def make_links(
                 name, there.name, shape, start, head=heads[there.interleaved], rotary=rotary
             )
         elif "{e}" in there.name:
+            # Ours holds all experts, [E, ...]; theirs has a tensor for each.
             links += [_link_tensor(name, there, shape[1:], 0, (e,)) for e in range(shape[0])]
         else:
             links.append(_link_tensor(name, there, shape, start))
@@ -148,6 +149,7 @@ def _link_tensor(
     dims = tuple(range(len(shape)))
     ones = (1,) * len(shape)
     zeros = (0,) * len(shape)
+    # The expert's index is fixed by the offset, and no dimension of the link.
     ours = StridedBox(name, (*expert, *zeros), tuple(dim + len(expert) for dim in dims), ones)
     their_dims = dims[::-1] if there.transposed else dims
     offset = list(zeros)
@@ -294,6 +296,7 @@ def _read_box(weights: Weights, links: Sequence[Link], shape: Shape, offset: Sha
     dtypes = [values.dtype for _, _, values in parts] or [torch.float32]
     box = torch.empty(shape, dtype=functools.reduce(torch.promote_types, dtypes))
     for part, ranges, values in parts:
+        # Relative to the box; negative where the link begins in front of it.
         inside = tuple(a - b for a, b in zip(part.offset, offset, strict=True))
         _view_part(box, attrs.evolve(part, offset=inside), ranges).copy_(values)
     return box
@@ -302,14 +305,16 @@ def _read_box(weights: Weights, links: Sequence[Link], shape: Shape, offset: Sha
 def _intersect(link: Link, shape: Shape, offset: Shape) -> list[range] | None:
     """Return the indices of a link that lie in a box of our tensor, or None."""
     part = link.ours
+    # The fixed dimensions first: the index of an expert, inside the box or not.
     for dim, start in enumerate(part.offset):
         if dim not in part.dims and not offset[dim] <= start < offset[dim] + shape[dim]:
             return None
     ranges = []
     for dim, step, length in zip(part.dims, part.steps, link.shape, strict=True):
         # The first index inside the box, and the first one behind it; -(a // b) rounds -a / b up.
-        low = max(0, -((part.offset[dim] - offset[dim]) // step))
-        high = min(length, -((part.offset[dim] - offset[dim] - shape[dim]) // step))
+        from_box = part.offset[dim] - offset[dim]  # where the link begins, seen from the box
+        low = max(0, -(from_box // step))
+        high = min(length, -((from_box - shape[dim]) // step))
         if low >= high:
             return None
         ranges.append(range(low, high))
