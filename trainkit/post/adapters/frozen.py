@@ -283,6 +283,7 @@ def _quantize_module_(name: str, module: Any, form: QuantizationFormat) -> None:
         spec = QuantizationSpec(form, tuple(weight.shape), weight.dtype)
         quantizations[key] = spec
         fills |= {key: fill, key + SCALES: fill}
+        # `materialize_` fills these later, from the `weights` of `build_stages`.
         if weight.is_meta:
             codes, scales = _allocate_rows(spec, weight.shape[:-1], device="meta")
         else:

@@ -68,6 +68,7 @@ def _find_in_attributes(optimizer: Any) -> Iterator[tuple[str, Any]]:
     pending = [
         (name, value) for name, value in vars(optimizer).items() if name not in _OWN_ATTRIBUTES
     ]
+    # Objects may refer to each other in a circle.
     visited = {id(optimizer)}
     while pending:
         path, value = pending.pop()

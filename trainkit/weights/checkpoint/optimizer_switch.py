@@ -163,6 +163,7 @@ def _convert_state(
     values = read_moment(key, parts, get_step_dtype(p.dtype))
     state = {key: empty_rows_like(p.data, length, dtype)}
     if is_scaled:
+        # A scale for each block of a row.
         state[scale_name(key)] = empty_rows_like(p.data, length // BLOCK, torch.float32)
     # The rounding of a moment depends on the step; with a constant a resume is reproducible.
     for x, converted in encode_moment(key, values, state, 0).items():

@@ -155,6 +155,7 @@ def make_replica_check(
             f"make_replica_check: interval must be at least 0 and within at least that, "
             f"got {interval} and {within}"
         )
+    # Each check hashes one of so many parts, so a round of them takes `within` steps.
     num_parts = within // interval if interval else 0
     replicas: list[_Replica] = []
 

@@ -134,6 +134,7 @@ def plan_retention(
     ]
     selected = (*good[: policy.last], *scored[: policy.best], *by_step)
     retained = {entry.name for entry in selected} | {*pinned}
+    # In front of it are damaged ones of later steps, which stay.
     newest = next((i for i, entry in enumerate(listing) if entry.verified), len(listing))
     return [
         entry.name
@@ -214,6 +215,7 @@ def remove_checkpoint(path: Path) -> None:
     """
     if path.is_symlink():
         raise NotADirectoryError(errno.ENOTDIR, "it is a link, which is left alone", str(path))
+    # A name that no list of checkpoints has.
     doomed = path.with_name(f".deleting-{path.name}")
     shutil.rmtree(doomed, ignore_errors=True)  # of an interrupted deletion
     path.rename(doomed)

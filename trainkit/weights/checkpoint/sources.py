@@ -91,6 +91,7 @@ def verify_weights(folder: Path | str, *, share: Share = SOLO.share) -> list[str
     problems, manifest = inspect_files(folder, form=WEIGHTS)
     if problems:
         return problems
+    # By the order in the manifest, which all ranks read.
     local_files = dict(list(manifest["files"].items())[share.index :: share.count])
     return find_file_problems(folder, local_files)
 

@@ -64,6 +64,7 @@ def read_foreign_tensors(source: Path) -> Found:
         raise refusal(source, "is not there")
     if source.is_file() and source.suffix == ".safetensors":
         return Found("safetensors", safetensors_file(source))
+    # Any other file counts as one of torch.save, whatever its suffix.
     if source.is_file() or (source / ".metadata").exists():
         return _read_pickles(source)
     if any(source.glob("*.safetensors")):

@@ -205,7 +205,7 @@ def _activation_key(tanh: str = "gelu_pytorch_tanh") -> Key:
 
 _DENSE_KEYS = {**_KEYS, "hidden_act": _activation_key()}
 _DENSE_DEFAULTS = {**_DEFAULTS, "hidden_act": "silu"}
-# In Llama's files one key says it for queries, keys, values and the output.
+# One key of Llama's files: whether queries, keys, values and the output have biases.
 _BIAS_KEYS = {**_DENSE_KEYS, "attention_bias": ("qkv_bias", "out_bias")}
 _BIAS_DEFAULTS = {**_DENSE_DEFAULTS, "attention_bias": False}
 

@@ -619,7 +619,7 @@ def _check_tied(folder: HFFolder, tensors: Mapping[str, Stored]) -> None:
 
 def _get_end_names(family: Family, config: DecoderConfig) -> tuple[str, str]:
     """Return the names of the embedding and of the head in a family."""
-    # By our names: a decoder with tied weights has no head here, but the table of names has one.
+    # A tied decoder has no head, but the table names one all the same.
     names = family.names(config)
     return names["embedding.weight"].name, names["head.weight"].name
 

@@ -296,7 +296,7 @@ def _read_box(weights: Weights, links: Sequence[Link], shape: Shape, offset: Sha
     dtypes = [values.dtype for _, _, values in parts] or [torch.float32]
     box = torch.empty(shape, dtype=functools.reduce(torch.promote_types, dtypes))
     for part, ranges, values in parts:
-        # Relative to the box; negative where the link begins in front of it.
+        # Relative to the box; negative where the link begins before it.
         inside = tuple(a - b for a, b in zip(part.offset, offset, strict=True))
         _view_part(box, attrs.evolve(part, offset=inside), ranges).copy_(values)
     return box

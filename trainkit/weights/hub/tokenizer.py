@@ -82,6 +82,7 @@ def make_tokenizer_files(
         files = {"tokenizer.json": _make_byte_tokenizer_json(tok)}
         texts = {"bos": BOS, "eos": EOS, "pad": PAD}
     else:
+        # A single file may have any name; in the new folder it gets this one.
         paths = {"tokenizer.json": path}
         if path.is_dir():
             paths = {name: path / name for name in _COPIED if (path / name).is_file()}
