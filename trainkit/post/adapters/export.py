@@ -278,11 +278,13 @@ def merge_weights(saved: SavedAdapters, base: Weights) -> Weights:
             weight = base(name, shape, offset)
             a = factors.a[(*experts, slice(None), columns)]
         else:  # DoRA divides by the norm of a row, which needs all of its columns
-            weight = base(name, (*shape[:-1], factors.a.shape[-1]), (*offset[:-1], 0))
+            inputs = factors.a.shape[-1]
+            weight = base(name, (*shape[:-1], inputs), (*offset[:-1], 0))
             a = factors.a[(*experts, slice(None), slice(None))]
         dtype = torch.promote_types(weight.dtype, torch.float32)
         b = factors.b[(*experts, rows)]
-        total = weight.to(dtype) + factors.scale * (b.to(dtype) @ a.to(dtype))
+        product = b.to(dtype) @ a.to(dtype)
+        total = weight.to(dtype) + factors.scale * product
         if factors.lengths is not None:
             lengths = factors.lengths[(*experts, rows)].to(dtype)
             total *= (lengths / total.norm(dim=-1)).unsqueeze(-1)

@@ -72,7 +72,10 @@ class _Rounding:
         # int8 per token, asymmetric, as torchao does it: codes from -128 to 127 for the range from
         # `-low` to `high`, which always contains 0, so that 0 has a code (`zero`) and stays 0.
         values = x.to(torch.promote_types(x.dtype, torch.float32))
-        ends = torch.stack([-values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)])
+        lowest = values.amin(-1, keepdim=True)
+        highest = values.amax(-1, keepdim=True)
+        # Negated, so that one maximum over ranks finds both ends of the range.
+        ends = torch.stack([-lowest, highest])
         low, high = all_max(ends.clamp_min(0), self.inputs).unbind()
         scale = ((high + low) / 255).clamp_min(torch.finfo(torch.float32).tiny)
         zero = (-128 + (low / scale).round()).clamp(-128, 127)
@@ -153,7 +156,8 @@ def _find_problem(form: QuantizationFormat, part: nn.Module) -> str | None:
         return problem
     # torchao and GPUs take only whole blocks of these two; elsewhere the last one may be short.
     block = block_of(form) if form in ("int4", "nvfp4") else 1
-    uneven = [p.shape[-1] for p in part.parameters() if p.ndim > 1 and p.shape[-1] % block]
+    row_lengths = [p.shape[-1] for p in part.parameters() if p.ndim > 1]
+    uneven = [length for length in row_lengths if length % block]
     return f"has rows of {uneven[0]}, no whole blocks of {block}" if uneven else None
 
 

@@ -274,7 +274,8 @@ def times_scales(
         return values * scales.repeat_interleave(block, -1)[..., first : first + columns]
     # Whole blocks: the product broadcasts over each block, without a scale per element in memory.
     block_scales = scales[..., first // block : (first + columns) // block]
-    return values.unflatten(-1, (-1, block)).mul_(block_scales.unsqueeze(-1)).flatten(-2)
+    blocks = values.unflatten(-1, (-1, block))
+    return blocks.mul_(block_scales.unsqueeze(-1)).flatten(-2)
 
 
 def scales_of(rounded: Tensor, levels: Tensor) -> Tensor:
@@ -402,7 +403,8 @@ def _e4m3(x: Tensor) -> Tensor:
 def _pack_pairs(codes: Tensor, like: Tensor) -> Tensor:
     """Pack adjacent 4-bit codes, in blocks `[..., R, N, size]`, into bytes."""
     # The padding of the last block goes, but for one code where the number of columns is odd.
-    pairs = codes.to(torch.uint8).flatten(-2)[..., : 2 * ceil(like.shape[-1] / 2)]
+    num_codes = 2 * ceil(like.shape[-1] / 2)
+    pairs = codes.to(torch.uint8).flatten(-2)[..., :num_codes]
     upper, lower = pairs.unflatten(-1, (-1, 2)).unbind(-1)
     return upper << 4 | lower
 

@@ -495,7 +495,8 @@ def _read_rows(
 ) -> tuple[Tensor, Tensor]:
     """Return the bytes of the rows `[..., R]` of a box (shape, offset), which is whole for None."""
     *lead, height, columns = spec.shape
-    shape, offset = box or ((*lead, height), (0,) * (len(lead) + 1))
+    full_box = ((*lead, height), (0,) * (len(lead) + 1))
+    shape, offset = box or full_box
     codes, scales = _allocate_rows(spec, shape, device="cpu")
     start = offset[-1]
     end = start + shape[-1]

@@ -243,7 +243,8 @@ class LowRank(Adapter):
             module: The module, within its forward pass.
         """
         # In the adapter's dtype, which is fp32 where the base computes in bf16.
-        low = nn.functional.linear(self._apply_dropout(x).to(self.a.dtype), self.a)
+        dropped = self._apply_dropout(x).to(self.a.dtype)
+        low = nn.functional.linear(dropped, self.a)  # [..., r]
         low = nn.functional.linear(low, self.b) * self.spec.scale
         if not self.spec.dora:
             return y + low.to(y.dtype)

@@ -287,9 +287,8 @@ def _fuse_factors(
     names = list(dict.fromkeys(x.name for x in row_maps if x.name in held))
     first = held[names[0]]
     num_outputs = max(x.peft_rows.stop for x in row_maps)
-    b = first.b.new_zeros(
-        *first.b.shape[:-2], num_outputs, sum(held[name].a.shape[-2] for name in names)
-    )
+    rank = sum(held[name].a.shape[-2] for name in names)
+    b = first.b.new_zeros(*first.b.shape[:-2], num_outputs, rank)
     lengths = None if first.lengths is None else first.lengths.new_zeros(num_outputs)
     missing = {x.name for x in row_maps} - held.keys()
     if lengths is not None and missing:  # a length of 0 would make those rows 0
@@ -309,7 +308,8 @@ def _fuse_factors(
         part = held[x.name]
         columns = slice(starts[x.name], starts[x.name] + part.a.shape[-2])
         # The fused adapter has one scale, that of the first part; B makes up for the others.
-        b[..., x.peft_rows, columns] = part.b[..., x.rows, :] * (part.scale / first.scale)
+        factor = part.scale / first.scale
+        b[..., x.peft_rows, columns] = part.b[..., x.rows, :] * factor
         # A row of the fused matrix is a row of one part, and so has the length of that row.
         if lengths is not None and part.lengths is not None:
             lengths[x.peft_rows] = part.lengths[x.rows]
@@ -661,7 +661,9 @@ def _make_loras(
     # PEFT has no dropout for experts, so these are groups of their own.
     groups: dict[tuple[int, float, bool], list[str]] = {}
     for name, x in factors.items():
-        groups.setdefault((x.a.shape[-2], x.scale, x.a.ndim == 3), []).append(name)
+        rank = x.a.shape[-2]
+        is_expert = x.a.ndim == 3
+        groups.setdefault((rank, x.scale, is_expert), []).append(name)
     is_rank_stabilised = bool(settings.get("use_rslora"))
     for (rank, scale, is_expert), names in groups.items():
         yield Lora(

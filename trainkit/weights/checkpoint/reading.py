@@ -246,7 +246,8 @@ def _read_bytes(
     fill(file, fetch.start, data[:hashed], path)
     fill(file, fetch.start + hashed, data[hashed:], path, feed)
     if fetch.slices is not None:
-        fetch.into.copy_(buffer.as_strided(fetch.shape, fetch.stride, fetch.skip)[fetch.slices])
+        elements = buffer.as_strided(fetch.shape, fetch.stride, fetch.skip)
+        fetch.into.copy_(elements[fetch.slices])
     return max(hashed_to, fetch.end)
 
 

@@ -88,7 +88,8 @@ def _read_pickles(source: Path) -> Found:
     )
     # A bomb runs into a limit of memory or time there, and ends that process alone.
     if process.returncode:
-        last = process.stderr.decode(errors="replace").strip().rpartition("\n")[2][:300]
+        text = process.stderr.decode(errors="replace").strip()
+        last = text.rpartition("\n")[2][:300]
         raise refusal(source, f"ended the process that read it ({process.returncode}): {last}")
     report = orjson.loads(process.stdout)
     if "refused" in report:

@@ -359,7 +359,8 @@ def _find_needed_window(
 ) -> str | None:
     """Return where a file has a sliding window, which its family does not have, or None."""
     types = values.get("layer_types")
-    if types is not None and (not isinstance(types, list) or {*map(str, types)} != {KINDS[0]}):
+    is_full = isinstance(types, list) and {*map(str, types)} == {KINDS[0]}
+    if types is not None and not is_full:
         return f"layer_types is {short_repr(types)}: {family.model_type} has no windows"
     context = values.get("max_position_embeddings")
     # A window that is as long as the longest text hides nothing.
@@ -395,7 +396,9 @@ def _find_pattern(sliding: Sequence[int], layers: int) -> dict[str, int] | None:
     # behind a sliding one is a multiple of it.
     slides = {*sliding}
     full = next((i for i in range(sliding[0], layers) if i not in slides), None)
-    periods = [0] if full is None else [n for n in range(1, full + 2) if (full + 1) % n == 0]
+    periods = [0]
+    if full is not None:
+        periods = [n for n in range(1, full + 2) if (full + 1) % n == 0]
     for every in periods:
         # The first sliding layer is `first`, or follows it where that one is full.
         for first in (max(sliding[0] - 1, 0), sliding[0]):

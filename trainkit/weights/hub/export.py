@@ -109,10 +109,10 @@ def export_folder(
         dtypes = {name: tensor.dtype for name, tensor in stored.items()}
     else:
         # A `Weights` function does not show its dtypes, so one element of each tensor is read.
-        dtypes = {
-            name: get_dtype_name(read(name, (1,) * len(shape), (0,) * len(shape)).dtype)
-            for name, shape in our_shapes.items()
-        }
+        dtypes = {}
+        for name, shape in our_shapes.items():
+            element = read(name, (1,) * len(shape), (0,) * len(shape))
+            dtypes[name] = get_dtype_name(element.dtype)
     if dtype is not None:  # not for the biases of routers, which are no parameters
         dtypes |= dict.fromkeys(parameter_shapes(config), dtype)
     their_dtypes = _find_dtypes(links, dtypes)

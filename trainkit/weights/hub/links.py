@@ -150,7 +150,8 @@ def _link_tensor(
     ones = (1,) * len(shape)
     zeros = (0,) * len(shape)
     # The expert's index is fixed by the offset, and no dimension of the link.
-    ours = StridedBox(name, (*expert, *zeros), tuple(dim + len(expert) for dim in dims), ones)
+    our_dims = tuple(dim + len(expert) for dim in dims)
+    ours = StridedBox(name, (*expert, *zeros), our_dims, ones)
     their_dims = dims[::-1] if there.transposed else dims
     offset = list(zeros)
     offset[their_dims[0]] = start  # rows are counted on our side; there they may be columns
@@ -170,7 +171,11 @@ def _link_heads(
     plain = head - rotary
     half = rotary // 2
     # Our first row, their first row, number of rows, step between their rows.
-    parts = ((0, 0, plain, 1), (plain, plain, half, 2), (plain + half, plain + 1, half, 2))
+    parts = (
+        (0, 0, plain, 1),  # rows without positions
+        (plain, plain, half, 2),  # the first of each pair
+        (plain + half, plain + 1, half, 2),  # the second of each pair
+    )
     for first in range(0, shape[0], head):
         for our_row, their_row, rows, step in parts:
             if rows:

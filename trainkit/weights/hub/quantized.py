@@ -131,7 +131,8 @@ def dequantize_weights(weights: Weights, names: Sequence[str], block: Sequence[i
         # Only the scales of blocks that the box touches are read, a few bytes for each.
         grid = weights(name + SCALES, counts, first).float()
         # The column of `grid` for each column of the box, which may start inside a block.
-        columns = torch.arange(offset[1], offset[1] + shape[1]) // block[1] - first[1]
+        indices = torch.arange(offset[1], offset[1] + shape[1])
+        columns = indices // block[1] - first[1]
         for i, scales in enumerate(grid[:, columns]):
             # The block's first row, seen from the box: negative where the box begins inside the
             # block.

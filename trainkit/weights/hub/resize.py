@@ -85,7 +85,8 @@ def resize_weights(
         return torch.cat([old_rows, new_rows.to(old_rows.dtype)])
 
     # With the new shapes, which `build_stages` compares with those of the model.
-    return listed(read, {**shapes_of(weights), **{name: larger[name] for name in resized}})
+    new_shapes = {name: larger[name] for name in resized}
+    return listed(read, {**shapes_of(weights), **new_shapes})
 
 
 def _compute_mean_row(
@@ -99,7 +100,8 @@ def _compute_mean_row(
     dtype = torch.float32
     # Always the same groups, from row 0 on: the order of a sum decides its last bits.
     for first in range(0, rows, _ROWS_PER_READ):
-        part = weights(name, (min(_ROWS_PER_READ, rows - first), *shape), (first, *offset))
+        count = min(_ROWS_PER_READ, rows - first)
+        part = weights(name, (count, *shape), (first, *offset))
         dtype = part.dtype
         part = part.double()
         # Pairwise, in an order that is the same for every box; `sum` may choose another by shape.
