@@ -182,7 +182,7 @@ class Float8(nn.Module):
         if self.float8.communicates and torch.compiler.is_compiling():
             # The compiler traces the product, but not a collective on one of our groups.
             multiply = torch.compiler.disable(multiply)
-        rows = x.flatten(0, -2)  # [T, I], all tokens of the microbatch
+        rows = x.flatten(0, -2)  # [T, I], a row for each token
         y = multiply(rows, weight, self.float8).view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 

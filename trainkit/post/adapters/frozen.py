@@ -476,7 +476,8 @@ class _FillRows:
         matrix = name.removesuffix(SCALES)
         spec = self.quantizations[matrix.rpartition(".")[2]]
         rows = tuple(shape[:-1]), tuple(offset[:-1])
-        # `materialize_` fills the codes of a matrix before its scales, so these are usually here.
+        # Codes are filled first. The scales of a linear layer are here by then; of experts, whose
+        # codes all come before their scales, only those of the last matrix.
         if name != matrix and (matrix, *rows) in self.cached_scales:
             return self.cached_scales.pop((matrix, *rows))
         codes, scales = _read_rows(weights, matrix, spec, rows)

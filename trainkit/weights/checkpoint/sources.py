@@ -59,7 +59,7 @@ def read_checkpoint_tensors(path: Path) -> dict[str, Stored]:
 def read_model_tensors(path: Path) -> dict[str, Stored]:
     """Describe the tensors of the model in a checkpoint of trainkit, by their names in the model.
 
-    They are the ones to evaluate: if the optimizer maintains the mean of a parameter, the mean.
+    They are the ones to evaluate: the mean of a parameter, if the optimizer maintains one.
 
     Raises:
         CheckpointError: As `read_checkpoint_tensors`.
