@@ -494,7 +494,7 @@ def _read_rows(
     spec: QuantizationSpec,
     box: tuple[tuple[int, ...], tuple[int, ...]] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the bytes of the rows `[..., R]` of a box (shape, offset), which is whole for None."""
+    """Return the bytes of the rows `[..., R]` in a box (shape, offset), by default of all rows."""
     *lead, height, columns = spec.shape
     full_box = ((*lead, height), (0,) * (len(lead) + 1))
     shape, offset = box or full_box

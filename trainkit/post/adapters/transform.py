@@ -265,7 +265,7 @@ def _add_adapter_(matrix: _Matrix, name: str, spec: Lora, fill: Fill, base: Weig
 
 
 def _make_initial_values(seed: int, matrix: _Matrix, matrix_name: str) -> Fill:
-    """Return the initial values of an adapter, for which it does not change its base."""
+    """Return the initial values of an adapter, with which a model computes what its base does."""
     weight_name = matrix_name if matrix.key != "weight" else f"{matrix_name}.weight"
     inputs = matrix.sizes[-1]
     quantization = get_quantization(matrix.module, matrix.key)

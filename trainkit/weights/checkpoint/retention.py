@@ -129,6 +129,7 @@ def plan_retention(
         entry
         for entry in good
         if (policy.every and entry.step % policy.every == 0)
+        # With an interval of 0, so that only the powers are due.
         or (policy.powers_of_two and is_due(entry.step, 0, powers_of_two=True))
         or entry.step in policy.milestones
     ]
@@ -184,6 +185,7 @@ def apply_retention(
         damaged = {name: found[0] for name, found in problems.items() if found}
         for name, problem in damaged.items():
             log(f"{directory / name} is damaged and counts for nothing: {problem}")
+        # Damaged ones as well: from now on they are not listed as verified, so nothing reads them.
         good.update(unread)
         if not damaged:  # else older ones move up, and they have not been verified yet
             break

@@ -38,7 +38,7 @@ MAX_STREAM = 1000
 def optimizer_state(
     stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer
 ) -> dict[str, Mapping[str, Any]]:
-    """Return the state of every parameter that the optimizer steps, by its whole model's name.
+    """Return the state of every parameter that the optimizer steps, by its name in the model.
 
     A parameter that never had a gradient has an empty state.
 
@@ -224,7 +224,7 @@ def get_boxes_to_write(
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
 ) -> dict[str, tuple[Tensor, Box]]:
-    """Return the tensors of which this rank writes a box to a checkpoint, and the boxes."""
+    """Return the boxes that this rank writes to a checkpoint, each after its tensor, by name."""
     return _select_boxes(get_run_tensors(stages, optimizer), ps)
 
 

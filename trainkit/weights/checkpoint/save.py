@@ -180,7 +180,7 @@ def open_saver(
 
 @attrs.define(eq=False)
 class _Saver:
-    """The pending save, if there is one, and the results of those before."""
+    """The pending save, if there is one, and the results of earlier saves."""
 
     run_dir: Path
     stages: Sequence[nn.Module]

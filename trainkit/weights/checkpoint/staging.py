@@ -41,7 +41,7 @@ Check = Callable[[Mapping[str, Any]], list[str]]
 
 @attrs.frozen(eq=False)
 class Staged:
-    """What has been read from a checkpoint; with `problems` it is damaged, and the rest is void.
+    """The contents of a checkpoint in memory; with `problems` it is damaged, and the rest empty.
 
     `index` has the entries of its tensors, `saved` is the parsed `state.json`, and `targets` are
     the tensors that were read and where they go. If the run has another optimizer than the saved
@@ -195,7 +195,7 @@ def _list_names(
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None,
 ) -> dict[str, Sequence[str]]:
-    """Return what other ranks must know: a pipeline rank has only some of the tensors."""
+    """Return the names that other ranks need, as a pipeline rank has only some of the tensors."""
     return {
         "problems": staged.problems,
         "changes": staged.changes,

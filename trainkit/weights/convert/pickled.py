@@ -76,6 +76,7 @@ def _limit_process() -> None:
         resource.RLIMIT_CPU: _CPU_SECONDS,
         resource.RLIMIT_CORE: 0,
     }.items():
+        # A limit that is lower already must stay: raising it needs privileges.
         hard = resource.getrlimit(kind)[1]
         limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (limit, limit))

@@ -357,7 +357,7 @@ def _read_sliding(
 def _find_needed_window(
     values: Mapping[str, Any], family: Family, window: int | None
 ) -> str | None:
-    """Return where a file has a sliding window, which its family does not have, or None."""
+    """Return the problem if a file needs a sliding window and its family has none, or None."""
     types = values.get("layer_types")
     is_full = isinstance(types, list) and {*map(str, types)} == {KINDS[0]}
     if types is not None and not is_full:
