@@ -1286,8 +1286,8 @@ MISTAKES = [
         (
             "links.py",
             "rotary rows are taken in halves where they are in pairs",
-            "(plain, plain, half, 2), (plain + half, plain + 1, half, 2))",
-            "(plain, plain, half, 1), (plain + half, plain + half, half, 1))",
+            "(plain, plain, half, 2),  # the first of each pair\n        (plain + half, plain + 1, half, 2),",
+            "(plain, plain, half, 1),\n        (plain + half, plain + half, half, 1),",
             "tests/weights/hub/test_families.py",
         ),
         (
