@@ -225,6 +225,7 @@ def _cuda_backward(
         *_list_bounds(block),
         0.0,  # dropout, hence no random state
         block.causal,
+        # Seed and offset of dropout, and a tensor that is not used.
         torch.zeros(2, dtype=torch.uint64, device=out.device),
         out.new_empty(0),
         scale=block.scale,
@@ -262,6 +263,7 @@ class _Chunk:
 
 def _split_queries(q: Tensor, k: Tensor, block: BlockSpans) -> Iterator[_Chunk]:
     """Yield chunks of the queries of a document, in order."""
+    # A chunk has at most a window of queries, which see at most two windows of keys.
     num_keys = len(k) if block.window is None else min(len(k), 2 * block.window)
     size = max(_MAX_SCORES // (q.shape[1] * max(num_keys, 1)), 16)
     if block.window is None:
@@ -280,6 +282,7 @@ def _split_queries(q: Tensor, k: Tensor, block: BlockSpans) -> Iterator[_Chunk]:
     size = min(size, max(block.window, 16))
     for first in range(0, len(q), size):
         queries = slice(first, min(first + size, len(q)))
+        # From the first query's window to the last query's own position.
         keys = slice(
             k_positions.count_until(q_positions.get(first) - block.window),
             k_positions.count_until(q_positions.get(queries.stop - 1)),
@@ -317,6 +320,7 @@ class _Positions:
 
 def _compute_scores(q: Tensor, k: Tensor, block: BlockSpans, chunk: _Chunk) -> Tensor:
     """Return the scores `[K, G, L, M]` of a chunk, for G query heads per key head."""
+    # k: key heads, g: query heads of each, l: queries, m: keys, d: features.
     queries = rearrange(q[chunk.queries], "l (k g) d -> k g l d", k=k.shape[1])
     scores = torch.einsum("kgld,mkd->kglm", queries, k[chunk.keys]) * block.scale
     if block.softcap is not None:
@@ -330,6 +334,7 @@ def _matmul_forward(qkv: QueryKeyValue, block: BlockSpans) -> OutLse:
     for q, k, v in zip(*map(_split_in_fp32, qkv, spans), strict=True):
         for chunk in _split_queries(q, k, block):
             scores = _compute_scores(q, k, block, chunk)
+            # [K, G, L], -inf where the mask hides all keys of this block.
             lse = scores.logsumexp(-1)
             if block.window is None:
                 weights = scores.softmax(-1)

@@ -52,6 +52,7 @@ class _Inputs:
         return f"{short} and heads of {self.head_size}"
 
     def make_query(self) -> Tensor:
+        # [B, H, S, D]; torch looks at shape, dtype and device alone.
         return torch.empty(1, 1, 16, self.head_size, dtype=self.dtype, device=self.device)
 
 
@@ -123,6 +124,7 @@ def choose_kernel(
     for name in names:
         check_choice(get_args(Kernel), "attention", kernel=name)
         row = KERNELS[name]
+        # The reasons of the kernel itself are more telling than the soft cap.
         reason = row.reject(inputs)
         if not reason and softcap is not None and not row.softcap:
             reason = "it has no soft caps"
@@ -157,6 +159,7 @@ def list_operators(device: torch.device) -> list[Any]:
     """
     operators: dict[str, Any] = {}
     for row in KERNELS.values():
+        # The operator never runs there, and importing its module takes a second.
         if row.module and device.type != "cuda":
             continue
         if row.module:
@@ -190,6 +193,7 @@ def _reject_flex(inputs: _Inputs) -> str:
     if inputs.device.type != "cuda":
         return "it runs only on CUDA"
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    # Its Triton kernel multiplies tiles of 16 and more.
     if inputs.dtype in dtypes and inputs.head_size >= 16:
         return ""
     return f"it takes fp32, fp16 and bf16, and heads of 16 and more, not {inputs}"
@@ -198,6 +202,7 @@ def _reject_flex(inputs: _Inputs) -> str:
 def _reject_flash(inputs: _Inputs) -> str:
     if inputs.device.type == "cpu":
         return ""
+    # It will be `varlen`, see `_make_flash`.
     if _is_flash_window(inputs):
         return _reject_varlen(inputs)
     return _reject_backend(inputs, "flash", "FLASH_ATTENTION")
@@ -287,6 +292,7 @@ KERNELS: dict[Kernel, KernelRow] = {
         operators=("aten::_scaled_dot_product_cudnn_attention",),
     ),
     "flex": KernelRow(make=lambda _: flex(), reject=_reject_flex, softcap=True),
+    # Its operator is torch's attention on accelerators other than CUDA.
     "sdpa": KernelRow(
         make=lambda _: sdpa,
         reject=_take_all,

@@ -50,6 +50,7 @@ def check_inputs(
     """
     is_valid = q.ndim == k.ndim == v.ndim == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2]
     is_valid = is_valid and k.shape[2] == v.shape[2] and all(x.numel() for x in (q, k, v))
+    # Values may have a size of their own, and key heads serve groups of query heads.
     if not is_valid or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2] != 0:
         raise ValueError(
             "attention: q must be [B, S, H, D], k [B, S, K, D] and v [B, S, K, E] with K a divisor "
@@ -96,6 +97,7 @@ def match_dtypes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def _check_spans(q: Tensor, spans: Spans, parts: int) -> None:
+    # Spans are those of the full rows, of which q has a slice.
     rows, tokens = q.shape[0], q.shape[1] * parts
     if spans.lengths.sum() != rows * tokens:
         holder = "q has" if parts == 1 else f"the slices of {parts} ranks have"

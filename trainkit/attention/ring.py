@@ -93,6 +93,7 @@ def _attend(
             f"divide by {multiple} (2 chunks for each of {axis.count} ranks); pack with "
             f"multiple_of={multiple} and rows of a multiple of {multiple} tokens"
         )
+    # `spans` are those of a shard, with 1/N of each document.
     if window is not None and window >= spans.max_length * axis.count:
         window = None
     q_, k_, v_ = (x.flatten(0, 1) for x in (q, k, v))

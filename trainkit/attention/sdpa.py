@@ -83,6 +83,7 @@ def _attend(
     softcap: float | None,
 ) -> Tensor:
     q, k, v, scale = check_inputs(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap)
+    # A window that hides nothing would cost a mask, and with it the flash kernel.
     if window is not None and window >= spans.max_length:
         window = None
     if softcap is not None:

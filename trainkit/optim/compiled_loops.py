@@ -320,7 +320,9 @@ def rule_loop(rule: Callable[..., Any], moments: int) -> Callable[..., None]:
             v_, v_base = get_block(v, start), get_base(v_scales, start, UNSIGNED)
             draw_noise(keys, position, start, noise)
             draw_noise(moment_keys, position, start, moment_noise)
+            # The bits of the block's largest moments, which determine its scales.
             m_top = v_top = np.int32(0)
+            # The last block may be shorter; moments are in 8 bits only where all blocks are full.
             for i in range(g_.size):
                 x = read(p_, i, 0, 0) + read(rest_, i, 0, 0)
                 y, z = read(m_, i, m_base, SIGNED), read(v_, i, v_base, UNSIGNED)
@@ -337,6 +339,7 @@ def rule_loop(rule: Callable[..., Any], moments: int) -> Callable[..., None]:
         size: int, addresses: Any, likes: Any, keys: Any, moment_keys: Any, position: Any,
         offsets: Any, coefficients: Any,
     ) -> None:  # fmt: skip
+        # Numbers of one block, written as fp32 and read as bits: 8-bit codes are made of these.
         m_scratch, v_scratch = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
         go_through(
             array_at(likes[0], addresses[0], size),

@@ -94,6 +94,7 @@ def assign_owners(
     """
     loads, owners = [0] * ranks, [0] * len(costs)
     choices = [allowed[i] if allowed and allowed[i] else range(ranks) for i in range(len(costs))]
+    # Ties go to the first index: all ranks must compute the same assignment.
     for i in sorted(range(len(costs)), key=lambda i: (len(choices[i]), -costs[i], i)):
         owners[i] = min(choices[i], key=loads.__getitem__)
         loads[owners[i]] += costs[i]
@@ -158,6 +159,7 @@ def plan_rounds(matrices: Sequence[Matrix], grid: Grid, *, bucket_bytes: int) ->
     full_on = [[r for r, box in x.boxes.items() if box[1::2] == x.shape] for x in matrices]
     owners = assign_owners([x.cost for x in matrices], grid.count, allowed=full_on)
     rounds: list[list[int]] = []
+    # By owner: its last round, and the bytes that it has there.
     filled: dict[int, tuple[int, int]] = {}
     # By cost: the matrices of a round then cost about the same, so ranks wait little for each
     # other, and those of one shape come one after another, so that `compute` can stack them.
@@ -183,6 +185,8 @@ def _plan_round(
             replicas.setdefault(box, []).append(rank)
             scatter.append(((i, box), owners[i], rank))
         for box, ranks in replicas.items():
+            # Equal boxes are replicas, of which one sends: the one with the fewest hops to the
+            # owner.
             nearest = min(ranks, key=lambda rank: grid.distance(rank, owners[i]))
             gather.append(((i, box), nearest, owners[i]))
     owned = [i for i in members if owners[i] == grid.here]
@@ -191,6 +195,7 @@ def _plan_round(
         owned,
         inputs=[key for key, source, _ in gather if source == grid.here],
         outputs=[key for key, _, target in scatter if target == grid.here],
+        # Back along the same route: the dimension that was gathered last is scattered first.
         gather=_plan_hops(gather, grid, reversed(dims)),
         scatter=_plan_hops(scatter, grid, dims),
         boxes={i: list(dict.fromkeys(matrices[i].boxes.values())) for i in owned},
@@ -202,6 +207,7 @@ def _plan_hops(moves: Sequence[Move], grid: Grid, dims: Iterable[int]) -> list[H
 
     A part that goes to several ranks is sent once as long as their routes are the same.
     """
+    # The rank where each part is now; a hop moves it to its target's coordinate in one dimension.
     positions = [source for _, source, _ in moves]
     hops: list[Hop] = []
     for dim in dims:
@@ -215,6 +221,7 @@ def _plan_hops(moves: Sequence[Move], grid: Grid, dims: Iterable[int]) -> list[H
                 steps[key, start, positions[n]] = None
         # Those in this rank's group: every member takes part, also one that has nothing to send.
         steps = {x: None for x in steps if grid.distance(x[1], grid.here, ignore=dim) == 0}
+        # All ranks of the group see the same, and skip the all-to-all.
         if not steps:
             continue
         sent: list[list[Key]] = [[] for _ in range(grid.sizes[dim])]
@@ -286,6 +293,7 @@ def compute_on_owners(
             matrices.append(shards[i, boxes[0]])
             continue
         rows, columns = (max(box[d] + box[d + 1] for box in boxes) for d in (0, 2))
+        # Every element is written: the boxes cover the matrix.
         full = like.new_empty(rows, columns)
         for box in boxes:
             _view_box(full, box).copy_(shards[i, box])

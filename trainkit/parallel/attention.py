@@ -61,6 +61,8 @@ def set_attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
                 where="attention",
                 got=list(names),
             )
+        # Layers of one kind share the function, and with it what it caches, such as the masks of
+        # flex.
         made: dict[tuple[Any, ...], KernelChoice] = {}
         for layer in layers:
             window = getattr(layer, "window", None)

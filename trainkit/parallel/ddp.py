@@ -62,6 +62,7 @@ def ddp(*, sums: bool = True) -> Transform:
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         if ps.dp_replicate.count > 1:
             refuse_max_norm(module, by="ddp")
+        # With sums=False too: then `fsdp` must not sum over replicas either.
         mark_replicated_(module)
         for part in module.modules() if sums else ():
             names = [name for name, _ in part.named_parameters(recurse=False)]
@@ -175,6 +176,7 @@ def vote_signs(
         is_bad = flat.isfinite().all().logical_not().reshape(1)
         # One message: which parameters have a gradient, whether one is not finite, the votes.
         ballots = torch.cat([make_flags(has, flat), is_bad.to(flat), flat.sign()])
+        # A sum of 127 signs fits into a byte.
         votes = ballots.to(torch.int8 if axis.count < 128 else torch.int32)
         if axis.count > 1:
             dist.all_reduce(votes, group=axis.group)

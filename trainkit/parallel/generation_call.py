@@ -88,11 +88,13 @@ def make_call(
         if not sharded:
             return broadcast(logits.contiguous(), world, source=source)
         logits = broadcast(logits.contiguous(), pp, source=last)
+        # From the first rank of each axis in turn: then all ranks of a batch have its bits.
         for axis in (stages.ulysses, stages.ring, tp):
             logits = broadcast(logits, axis)
         return logits
 
     def run_cached(_: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        # The rows of logits that are wanted; None stands for those of all tokens.
         ends = batch["cache"].last
         rows = batch["input_ids"].shape[1] if ends is None else len(ends)
         return share(run(_pad_to_multiple(batch, tp.count), call_with_cache), rows)
@@ -129,6 +131,7 @@ def _pad_to_multiple(batch: Mapping[str, Any], multiple: int) -> Mapping[str, An
     padding = -length % multiple
     if not padding:
         return batch
+    # A document of its own, which no token of the text attends to.
     values = {"input_ids": 0, "position_ids": 0, "document_ids": -1}
     padded = {k: nn.functional.pad(batch[k], (0, padding), value=x) for k, x in values.items()}
     spans, cache = batch["spans"], batch["cache"]
@@ -150,6 +153,7 @@ def _pad_document(batch: Mapping[str, Any], stages: Stages) -> Batch:
             "its call takes one row with one document"
         )
     ring = stages.ring.count
+    # The zigzag of a ring makes two chunks for each rank.
     multiple = stages.tp.count * stages.ulysses.count * (2 * ring if ring > 1 else 1)
     length = -(-ids.shape[1] // multiple) * multiple
     zeros = torch.zeros((1, length), dtype=torch.int64, device=device)
@@ -157,6 +161,7 @@ def _pad_document(batch: Mapping[str, Any], stages: Stages) -> Batch:
     return Batch(
         input_ids=nn.functional.pad(ids, (0, length - ids.shape[1])),
         labels=zeros + IGNORED_LABEL,
+        # The first position may not be 0.
         position_ids=batch["position_ids"][:, :1].to(device) + index,
         document_ids=zeros,
         token_index=index,

@@ -77,6 +77,7 @@ def offload_state(
     # Views and ties share a storage, which is copied once.
     storages = [*{x.data_ptr(): x for x in every if x.nbytes() and x.resizable()}.values()]
     if to == "host":
+        # If all of it is in host memory, it is copied all the same: CPUs then behave as GPUs do.
         storages = [x for x in storages if x.device.type != "cpu"] or storages
     sizes = [x.nbytes() for x in storages]
     with ExitStack() as stack:

@@ -127,6 +127,7 @@ def make_pipeline(
     last = places[0].ranks[-1]  # the rank that computes the loss
 
     def get_schedule(edge: tuple[Tensor, ...], microbatches: int) -> Any:
+        # torch's stages are made for one shape and one number of microbatches.
         key = (*((tuple(x.shape), x.dtype) for x in edge), microbatches)
         if key not in schedules:
             _check_microbatches(schedule, microbatches, places, axis)
@@ -174,6 +175,7 @@ def _run_schedule(
     """Run a schedule, and reduce the gradients of its stages."""
     from trainkit.parallel.torch_pipeline import run_schedule  # noqa: PLC0415 (slow import)
 
+    # A schedule interleaves the stages of a rank, so all of their reductions are open at once.
     with ExitStack() as stack:
         step.reductions = [
             stack.enter_context(
@@ -227,6 +229,7 @@ def _check_stages(
     # A layout with the properties of these stages: `check_layout` knows the rules of schedules.
     layout = Layout(
         pp=axis.count,
+        # At least 2 if there is FSDP: its rules also hold on a mesh of one rank.
         dp_shard=max([2, *(group.mesh_info.mesh.size() for group in groups)]) if modules else 1,
         schedule=schedule,
         reduce=reduce,

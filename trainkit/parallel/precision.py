@@ -37,6 +37,7 @@ def resolve_precision(precision: Precision, device: torch.device | str | None = 
     if precision.compute != "auto":
         return precision
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    # Compute capability 8.0 is Ampere.
     is_old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
     return attrs.evolve(precision, compute="fp32" if is_old or device.type == "cpu" else "bf16")
 
@@ -91,6 +92,7 @@ def mixed_precision(
         for parameter in module.parameters():
             if parameter.dtype in {torch.float16, torch.bfloat16, torch.float32} - {storage}:
                 stored = nn.Parameter(parameter.detach().to(storage), parameter.requires_grad)
+                # With its notes, which are attributes that torch does not copy.
                 vars(stored).update(vars(parameter))
                 # Assigning to `parameter.data` would not change the dtype of a DTensor.
                 torch.utils.swap_tensors(parameter, stored)

@@ -17,6 +17,7 @@ from trainkit.parallel.grad_reduction import get_local
 
 Keeps = Callable[[str, int], bool]
 """`keeps(group, number)`: whether the result of an operator is saved."""
+# Results with the most operations per byte come first.
 _ORDER = ("exchanges", "attention", "products")
 WHOLE = -1
 """The number of a result whose group is saved completely or not at all."""
@@ -109,11 +110,13 @@ def choose(
     priced = Priced(groups)
     devices = {p.device for p in block.parameters() if p.device.type == "cuda"}
     hooks = torch.autograd.graph.saved_tensors_hooks(priced.save, lambda x: x)
+    # The trial must leave the generators alone: the real pass draws its dropout from them.
     with torch.random.fork_rng(devices), hooks, priced:
         forward(block, *inputs[0], **inputs[1])
     tensors = [x for x in tree_iter(inputs) if isinstance(x, Tensor)]
     weights = [get_local(p) for p in block.parameters()]
     activations = [get_local(x) for x in tensors if x.requires_grad]
+    # They stay in memory anyway: positions, spans, rotary tables.
     constants = [get_local(x) for x in tensors if not x.requires_grad]
     total = _bytes_of(priced.saved, without=[*weights, *constants])
     # A result that was followed by a saved tensor is needed by a backward pass.

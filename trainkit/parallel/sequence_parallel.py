@@ -57,6 +57,7 @@ def sequence_parallel() -> Transform:
             )
         for unit in attending:
             attributes = vars(unit)
+            # The ring has kernels of its own; Ulysses takes that of the model.
             inner = attributes["attend"] if ps.ring.count == 1 else ring(ps.ring)
             attributes["attend"] = ulysses(inner, ps.ulysses)
         return module

@@ -91,6 +91,7 @@ def assign_stages(schedule: str, ranks: int, *, per_rank: int | None = None) -> 
         >>> assign_stages("dual_pipe_v", 2)
         (0, 1, 1, 0)
     """
+    # Stages on a rank: the fewest and the most that the schedule allows, and the default.
     placement = schedule_kind(schedule).placement
     fewest, most, default = {"one": (1, 1, 1), "loop": (1, math.inf, 2), "v": (2, 2, 2)}[placement]
     num_stages = default if per_rank is None else per_rank
@@ -195,6 +196,7 @@ def split_layer_ranges(
             best = following
         return best[count]
 
+    # First the lowest maximum, then among the splits within it the lowest sum of squares.
     highest, _ = find_best(math.inf, max)
     _, starts = find_best(highest * (1 + 1e-9), lambda total, cost: total + cost**2)
     return [range(a, b) for a, b in zip(starts, [*starts[1:], count], strict=True)]

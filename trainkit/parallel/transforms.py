@@ -23,6 +23,7 @@ made. Adapters come before the transforms that shard their matrices.
 OF_THE_WHOLE = ("quantized", "rounded", "adapter")
 """The kinds that apply to the whole model, before it is split into pipeline stages."""
 
+# `build_stages` itself takes care of pp.
 _AXES = [name for name in Layout().degrees if name != "pp"]
 
 
@@ -91,6 +92,7 @@ def check_plan(plan: Sequence[ModelTransform], ps: ParallelState) -> None:
     """
     kinds = [step.kind for step in plan if isinstance(step, Transform)]
     for first, second in pairwise(kinds):
+        # A user's own kind may have any position.
         if first not in ORDER or second not in ORDER or ORDER.index(first) <= ORDER.index(second):
             continue
         raise ConfigError(
@@ -99,6 +101,7 @@ def check_plan(plan: Sequence[ModelTransform], ps: ParallelState) -> None:
             where="plan",
             got=kinds,
         )
+    # An axis that nobody handles would train another model on each of its ranks.
     covered = {axis for step in plan if isinstance(step, Transform) for axis in step.axes}
     for name in _AXES:
         count = getattr(ps, name).count
