@@ -256,7 +256,8 @@ def _compute_norms(
     _refuse_sharded_axis(axis, {sharding[0] for sharding in by_sharding if sharding is not None})
     # In fp64, as stages may differ in dtype, and a stage may have no trainable parameter.
     device = norms.device if by_sharding or copies else get_compute_device(axis)
-    return _reduce_norms(norms.double().to(device), [axis.group], norm_type).to(norms.dtype)
+    total = _reduce_norms(norms.double().to(device), [axis.group], norm_type)
+    return total.to(norms.dtype)
 
 
 def _refuse_sharded_axis(axis: Axis, meshes: Iterable[Any]) -> None:

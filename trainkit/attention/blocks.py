@@ -354,7 +354,8 @@ def _matmul_backward(
         _document_backward(d_rows, (q, k, v), (out, lse), block)
         for d_rows, q, k, v, out, lse in zip(*columns, strict=True)
     ]
-    d_q, d_k, d_v = (torch.cat(column).to(qkv[0].dtype) for column in zip(*parts, strict=True))
+    by_tensor = zip(*parts, strict=True)
+    d_q, d_k, d_v = (torch.cat(documents).to(qkv[0].dtype) for documents in by_tensor)
     return d_q, d_k, d_v
 
 

@@ -124,7 +124,7 @@ def choose_kernel(
     for name in names:
         check_choice(get_args(Kernel), "attention", kernel=name)
         row = KERNELS[name]
-        # The reasons of the kernel itself are more telling than the soft cap.
+        # The kernel's own reasons come before the soft cap.
         reason = row.reject(inputs)
         if not reason and softcap is not None and not row.softcap:
             reason = "it has no soft caps"
@@ -212,7 +212,7 @@ def _reject_backend(inputs: _Inputs, name: str, *backends: str) -> str:
     """Return why one kernel of torch's `scaled_dot_product_attention` does not take the inputs."""
     if inputs.device.type != "cuda":
         return "it runs only on CUDA"
-    # torch decides by a call's tensors, so it is asked about a short one. Its last argument is
+    # torch decides by a call's tensors, so it is given short ones. Its last argument is
     # whether key heads are grouped.
     query = inputs.make_query()
     mask = None if inputs.window is None else query.new_zeros(16, 16)

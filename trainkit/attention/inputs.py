@@ -48,10 +48,16 @@ def check_inputs(
         >>> scale
         0.25
     """
-    is_valid = q.ndim == k.ndim == v.ndim == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2]
-    is_valid = is_valid and k.shape[2] == v.shape[2] and all(x.numel() for x in (q, k, v))
     # Values may have a size of their own, and key heads serve groups of query heads.
-    if not is_valid or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2] != 0:
+    is_valid = (
+        q.ndim == k.ndim == v.ndim == 4
+        and q.shape[:2] == k.shape[:2] == v.shape[:2]
+        and k.shape[2] == v.shape[2]
+        and all(x.numel() for x in (q, k, v))
+        and q.shape[3] == k.shape[3]
+        and q.shape[2] % k.shape[2] == 0
+    )
+    if not is_valid:
         raise ValueError(
             "attention: q must be [B, S, H, D], k [B, S, K, D] and v [B, S, K, E] with K a divisor "
             f"of H and no size 0, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"

@@ -240,7 +240,8 @@ def _forward(qkv: QueryKeyValue, setup: _Setup) -> OutLse:
             out = part.to(_get_sum_dtype(q), copy=True)
             lse = part_lse.clone()
         else:
-            out[rows], lse[rows] = merge_lse(out[rows], lse[rows], part.to(out.dtype), part_lse)
+            merged = merge_lse(out[rows], lse[rows], part.to(out.dtype), part_lse)
+            out[rows], lse[rows] = merged
         current = current if exchange is None else _finish_exchange(exchange)
     return out.to(q.dtype), lse
 

@@ -84,7 +84,10 @@ def _attend(
     # [B, S, features of this rank's heads]: q, then k, then v.
     received = all_to_all(qkv, axis, split_dim=2, gather_dim=1)
     local = received.split([x.shape[3] for x in by_rank], dim=2)
-    q, k, v = (x.unflatten(2, (-1, y.shape[3])) for x, y in zip(local, (q, k, v), strict=True))
+    q, k, v = (
+        features.unflatten(2, (-1, x.shape[3]))
+        for features, x in zip(local, (q, k, v), strict=True)
+    )
     out = attend(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap)
     # Back to this rank's tokens, with all heads.
     return all_to_all(out, axis, split_dim=1, gather_dim=2)

@@ -92,10 +92,13 @@ def assign_owners(
         >>> assign_owners([1, 1, 1], 2, allowed=[[1], [1], []])
         [1, 1, 0]
     """
-    loads, owners = [0] * ranks, [0] * len(costs)
-    choices = [allowed[i] if allowed and allowed[i] else range(ranks) for i in range(len(costs))]
+    loads = [0] * ranks
+    owners = [0] * len(costs)
+    everyone = range(ranks)
+    choices = [x or everyone for x in allowed] if allowed else [everyone] * len(costs)
     # Ties go to the first index: all ranks must compute the same assignment.
-    for i in sorted(range(len(costs)), key=lambda i: (len(choices[i]), -costs[i], i)):
+    order = sorted(range(len(costs)), key=lambda i: (len(choices[i]), -costs[i], i))
+    for i in order:
         owners[i] = min(choices[i], key=loads.__getitem__)
         loads[owners[i]] += costs[i]
     return owners
@@ -156,7 +159,10 @@ def plan_rounds(matrices: Sequence[Matrix], grid: Grid, *, bucket_bytes: int) ->
         ([0], [(0, (0, 2, 0, 2)), (1, (0, 2, 0, 2))])
     """
     # A box is (row, rows, column, columns): every second number is the shape of the shard.
-    full_on = [[r for r, box in x.boxes.items() if box[1::2] == x.shape] for x in matrices]
+    full_on = [
+        [rank for rank, box in matrix.boxes.items() if box[1::2] == matrix.shape]
+        for matrix in matrices
+    ]
     owners = assign_owners([x.cost for x in matrices], grid.count, allowed=full_on)
     rounds: list[list[int]] = []
     # By owner: its last round, and the bytes that it has there.
@@ -233,11 +239,11 @@ def _plan_hops(moves: Sequence[Move], grid: Grid, dims: Iterable[int]) -> list[H
                 received[grid.get_coordinate(source, dim)].append(key)
         hops.append(
             Hop(
-                grid.groups[dim],
-                [*chain.from_iterable(sent)],
-                [*chain.from_iterable(received)],
-                [sum(map(_numel, keys)) for keys in sent],
-                [sum(map(_numel, keys)) for keys in received],
+                group=grid.groups[dim],
+                sent=[*chain.from_iterable(sent)],
+                received=[*chain.from_iterable(received)],
+                sent_sizes=[sum(map(_numel, keys)) for keys in sent],
+                received_sizes=[sum(map(_numel, keys)) for keys in received],
             )
         )
     return hops
@@ -292,7 +298,8 @@ def compute_on_owners(
         if len(boxes) == 1:
             matrices.append(shards[i, boxes[0]])
             continue
-        rows, columns = (max(box[d] + box[d + 1] for box in boxes) for d in (0, 2))
+        rows = max(row + count for row, count, _, _ in boxes)
+        columns = max(column + count for _, _, column, count in boxes)
         # Every element is written: the boxes cover the matrix.
         full = like.new_empty(rows, columns)
         for box in boxes:
@@ -318,8 +325,9 @@ def _exchange(shards: dict[Key, Tensor], hops: Sequence[Hop], like: Tensor) -> d
     """Run some hops; return the shards that this rank had, received, or passed on."""
     shards = dict(shards)
     for hop in hops:
+        flat = (shards[key].reshape(-1) for key in hop.sent)
         # The empty tensor is for a rank that sends nothing: `cat` takes no empty list.
-        sent = torch.cat([like.new_empty(0), *(shards[key].reshape(-1) for key in hop.sent)])
+        sent = torch.cat([like.new_empty(0), *flat])
         received = like.new_empty(sum(hop.received_sizes))
         dist.all_to_all_single(
             received, sent, [*hop.received_sizes], [*hop.sent_sizes], group=hop.group

@@ -164,11 +164,18 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         check_choice(get_args(Rounding), name, rounding=rounding)
         if unknown := sorted(options.keys() - self.options.keys()):
             raise TypeError(f"{name}: there is no option {unknown[0]}; there are {[*self.options]}")
-        # `capturable`: counters are tensors on the device, and torch leaves them there when it
-        # loads them.
-        options = {**self.options, **options}
-        options |= {"lr": lr, "weight_decay": weight_decay, "cautious": cautious}
-        options |= {"moments": moments, "rounding": rounding, "seed": seed, "capturable": True}
+        options = {
+            **self.options,
+            **options,
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "cautious": cautious,
+            "moments": moments,
+            "rounding": rounding,
+            "seed": seed,
+            # Counters are tensors on the device, and torch leaves them there when it loads them.
+            "capturable": True,
+        }
         # By the id of a parameter: the keys follow from its rows alone, and are made once.
         self._known_rows = dict[int, Rows]()
         super().__init__(list(params), options)
@@ -187,10 +194,11 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
     def __init_subclass__(cls, **options: Any) -> None:
         """List the tensors of the state in the order that the compiled loop takes."""
         super().__init_subclass__(**options)
-        scales = map(scale_name, cls.moments)
         # The loop takes two moments; what a rule lacks gets a name that no state has.
         none = ("none", "none")
-        cls.parts_of_state = ("rest", *(*cls.moments, *none)[:2], *(*scales, *none)[:2])
+        moments = (*cls.moments, *none)[:2]
+        scales = (*map(scale_name, cls.moments), *none)[:2]
+        cls.parts_of_state = ("rest", *moments, *scales)
 
     @staticmethod
     def coefficients(
@@ -276,14 +284,14 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
                 )
         grad = redistribute_like(p, p.grad)
         # In the order of `rule_loop`: parameter, gradient, rest, two moments, their scales.
-        tensors = [get_local(p), get_local(grad), *map(state.get, self.parts_of_state)]
+        tensors = [p, grad, *map(state.get, self.parts_of_state)]
         shards = [None if x is None else get_local(x) for x in tensors]
         dtypes = _describe_dtypes(*[None if x is None else x.dtype for x in shards])
         is_stochastic = dtypes.p == torch.bfloat16 and group["rounding"] == "stochastic"
         rows = None
         if is_stochastic or dtypes.has_bf16_moments:
             rows = self._get_rows(p, group["seed"], name)
-        # Moments in bf16 are always rounded stochastically, parameters only if that was asked for.
+        # Moments in bf16 are always rounded stochastically, parameters only by that option.
         keys = rows if is_stochastic else None
         if on_host and dtypes.can_loop:
             # Of the parameter's width: numba would promote mixed widths to 64 bits.

@@ -445,7 +445,8 @@ class _Work:
 
 def _compute_update(x: Tensor, *, steps: int, scale: str) -> Tensor:
     # Of a fused matrix each part has its own shape, hence its own scale.
-    return orthogonalize(x, steps=steps, dtype=x.dtype) * _SCALES[scale](*x.shape[-2:])
+    factor = _SCALES[scale](*x.shape[-2:])
+    return orthogonalize(x, steps=steps, dtype=x.dtype) * factor
 
 
 # ------------------------------------------------------------------------------------------- a plan

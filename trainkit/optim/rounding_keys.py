@@ -46,7 +46,8 @@ class Rows:
         """
         box = get_local_box(p)
         # A scalar is one row of one number.
-        shape, offset = tuple(box.local.shape) or (1,), tuple(box.offset) or (0,)
+        shape = tuple(box.local.shape) or (1,)
+        offset = tuple(box.offset) or (0,)
         own = rounding_keys(make_key(seed, "rounding", name), shape, offset)
         moments = rounding_keys(make_key(seed, "rounding of moments", name), shape, offset)
         on_host = p.device.type == "cpu"  # where compiled loops read them as arrays

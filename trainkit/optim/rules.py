@@ -57,8 +57,11 @@ class LowPrecisionAdamW(ElementwiseOptimizer):
     @staticmethod
     def coefficients(group: Mapping[str, Any], counts: Mapping[str, Any]) -> Coefficients:
         """Return the rule's coefficients and the new counters."""
-        step, (first, second) = counts["step"] + 1, group["betas"]
-        rates = (1 - first, 1 - second, 1 / (1 - first**step), (1 - second**step) ** -0.5)
+        step = counts["step"] + 1
+        first, second = group["betas"]
+        scale = 1 / (1 - first**step)
+        scale_sq = (1 - second**step) ** -0.5
+        rates = (1 - first, 1 - second, scale, scale_sq)
         return (*_decays(group), *rates, group["eps"]), {"step": step}
 
 
@@ -217,7 +220,8 @@ class ScheduleFree(ElementwiseOptimizer):
     @staticmethod
     def coefficients(group: Mapping[str, Any], counts: Mapping[str, Any]) -> Coefficients:
         """Return the rule's coefficients and the new counters: step, largest lr, sum of weights."""
-        step, (beta, second) = counts["step"] + 1, group["betas"]
+        step = counts["step"] + 1
+        beta, second = group["betas"]
         rate = counts["rate"]  # a tensor on a device
         rate = rate.clamp(min=group["lr"]) if hasattr(rate, "clamp") else max(rate, group["lr"])
         weight = counts["weight"] + rate**2

@@ -121,7 +121,8 @@ def read_moment(name: str, parts: Mapping[str, Tensor], dtype: torch.dtype) -> T
     base = (scales.view(torch.int32) >> SHIFT) - largest
     size = codes & largest
     bits = torch.where(size > 0, (size + base[:, None]) << SHIFT, 0)
-    return (bits | ((codes & (255 - largest)) << 24)).view(torch.float32).view(-1).to(dtype)
+    sign = (codes & (255 - largest)) << 24  # from bit 7 to bit 31
+    return (bits | sign).view(torch.float32).view(-1).to(dtype)
 
 
 def get_largest_code(name: str) -> int:

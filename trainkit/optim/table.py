@@ -347,8 +347,9 @@ def _make_optimizers(
             seed=seed,
             settings=settings,
         )
+    groups = [{**group, **settings} for group in groups]
     try:
-        return [row.make([{**group, **settings} for group in groups], lr=lr, **options), *rest]
+        return [row.make(groups, lr=lr, **options), *rest]
     # Ranges are checked by the optimizers themselves; a command needs the option's place.
     except ValueError as error:
         raise ConfigError(str(error), where="optimizer_options", got=options) from error

@@ -183,7 +183,8 @@ def vote_signs(
         owners, bad, votes = votes.split([len(shards), 1, flat.numel()])
         direction = votes.sign() if count == "majority" else votes / axis.count
         direction = direction.to(flat.dtype).masked_fill(bad > 0, math.nan)
-        for shard, values in zip(shards, direction.split([x.numel() for x in shards]), strict=True):
+        parts = direction.split([x.numel() for x in shards])
+        for shard, values in zip(shards, parts, strict=True):
             shard.copy_(values.view_as(shard))
         for p, grad, is_used in zip(bucket, grads, find_used(has, owners), strict=True):
             p.grad = grad if is_used else None

@@ -222,7 +222,8 @@ def _shard_experts_(layer: ExpertMlp, ps: ParallelState, shard: Any, *, hybrid: 
 
     assert ps.expert_mesh is not None
     sizes = [get_local(p).shape for p in layer.experts.parameters()]
-    even = [d for d in (0, 1) if all(size[d] % ps.expert_fsdp.count == 0 for size in sizes)]
+    count = ps.expert_fsdp.count
+    even = [dim for dim in (0, 1) if all(size[dim] % count == 0 for size in sizes)]
     placement = Shard(even[0] if even else 0)
 
     def place(_: nn.Parameter) -> Shard:
@@ -273,9 +274,12 @@ def _find_ends(
     ends = sorted((x for x in outside if [*x.parameters()]), key=lambda x: order[x])
     first = [x for x in ends if order[x] < order[blocks[0]]]
     last = [x for x in ends if order[x] > order[blocks[0]]]
-    first_params, last_params = ({p for x in end for p in x.parameters()} for end in (first, last))
+    first_params = {p for x in first for p in x.parameters()}
+    last_params = {p for x in last for p in x.parameters()}
     only_norms = last_params and all(p.dim() < 2 for p in last_params)
-    return ([], []) if first_params & last_params or only_norms else (first, last)
+    if first_params & last_params or only_norms:
+        return [], []
+    return first, last
 
 
 def _shard_unit_(
@@ -365,7 +369,8 @@ def _prefetch_(units: Sequence[Any], ahead: int) -> None:
 
     for i, unit in enumerate(units):
         # In the order of use: backward goes through the units in reverse.
-        later, earlier = units[i + 1 : i + 1 + ahead], units[max(0, i - ahead) : i][::-1]
+        later = units[i + 1 : i + 1 + ahead]
+        earlier = units[max(0, i - ahead) : i][::-1]
         for others, set_prefetch in (
             (later, unit.set_modules_to_forward_prefetch),
             (earlier, unit.set_modules_to_backward_prefetch),

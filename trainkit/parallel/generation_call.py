@@ -82,8 +82,10 @@ def make_call(
             own = None if logits is None else [logits.shape[-1], str(logits.dtype)]
             kind.extend(all_gather_objects(own, pp)[last])
         if logits is None:
-            shape, dtype = (1, length, kind[0]), getattr(torch, kind[1].removeprefix("torch."))
-            logits = torch.empty(shape, dtype=dtype, device=compute_device(stages[0]))
+            vocab_size, dtype_name = kind
+            dtype = getattr(torch, dtype_name.removeprefix("torch."))
+            device = compute_device(stages[0])
+            logits = torch.empty((1, length, vocab_size), dtype=dtype, device=device)
         # Also where each rank has computed them: equal bits draw equal tokens.
         if not sharded:
             return broadcast(logits.contiguous(), world, source=source)
@@ -133,7 +135,10 @@ def _pad_to_multiple(batch: Mapping[str, Any], multiple: int) -> Mapping[str, An
         return batch
     # A document of its own, which no token of the text attends to.
     values = {"input_ids": 0, "position_ids": 0, "document_ids": -1}
-    padded = {k: nn.functional.pad(batch[k], (0, padding), value=x) for k, x in values.items()}
+    padded = {
+        name: nn.functional.pad(batch[name], (0, padding), value=value)
+        for name, value in values.items()
+    }
     spans, cache = batch["spans"], batch["cache"]
     ends = nn.functional.pad(spans.cu_seqlens, (0, 1))
     ends[-1] = length + padding

@@ -737,7 +737,8 @@ def all_reduce_gradients_(parameters: Iterable[nn.Parameter], group: dist.Proces
         flags = make_flags(has_grad, shards[0])
         flat = torch.cat([flags, *(shard.reshape(-1) for shard in shards)])
         dist.all_reduce(flat, group=group)
-        counts, *sums = flat.split([len(shards), *(shard.numel() for shard in shards)])
+        sizes = [shard.numel() for shard in shards]
+        counts, *sums = flat.split([len(flags), *sizes])
         for shard, total in zip(shards, sums, strict=True):
             shard.copy_(total.view_as(shard))
         for p, grad, is_used in zip(bucket, grads, find_used(has_grad, counts), strict=True):

@@ -123,6 +123,7 @@ def leaks(model: nn.Module, batch: Mapping[str, Any], call: Call) -> bool:
     other = torch.where(ids == lowest, highest, lowest)
     first = torch.arange(ids.shape[1], device=ids.device) < half
     last = torch.arange(ids.shape[1], device=ids.device) >= half + quarter
+    variants = (ids, torch.where(first, other, ids), torch.where(last, other, ids))
     compared = slice(half, half + quarter)
     # Eager, as compiled code would be compiled once more for these spans.
     with use_eval_mode([model]), torch.compiler.set_stance("force_eager"):
@@ -131,7 +132,7 @@ def leaks(model: nn.Module, batch: Mapping[str, Any], call: Call) -> bool:
                 x[:, compared].clone()
                 for x in tensors_of(call(model, _pack_two(batch, tokens, half)), ids.shape)
             ]
-            for tokens in (ids, torch.where(first, other, ids), torch.where(last, other, ids))
+            for tokens in variants
         )
     dtypes = {x.dtype for x in (*model.parameters(), *plain) if x.is_floating_point()}
     coarsest = max(torch.finfo(dtype).eps for dtype in dtypes) if dtypes else 0.0

@@ -291,7 +291,10 @@ def match_names(pattern: str, names: Iterable[str], *, function: str, kind: str)
     if not matching:
         # Blocks have the same names inside: show those of one.
         distinct = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names))
-        available = "; ".join([*distinct[:_LISTED], *(["..."] if len(distinct) > _LISTED else [])])
+        shown = distinct[:_LISTED]
+        if len(distinct) > _LISTED:
+            shown.append("...")
+        available = "; ".join(shown)
         raise ConfigError(
             f"{function}: {pattern!r} matches the name of no {kind}; those there are: {available}",
             where="pattern",

@@ -226,11 +226,12 @@ def _check_stages(
         )
     modules = [module for reducers in all_reducers for _, module in reducers.fsdp]
     groups = [group for module in modules for group in grad_reduction.fsdp_groups(module)]
+    # With FSDP at least 2: its rules also hold on a mesh of one rank.
+    dp_shard = max([2, *(group.mesh_info.mesh.size() for group in groups)]) if modules else 1
     # A layout with the properties of these stages: `check_layout` knows the rules of schedules.
     layout = Layout(
         pp=axis.count,
-        # At least 2 if there is FSDP: its rules also hold on a mesh of one rank.
-        dp_shard=max([2, *(group.mesh_info.mesh.size() for group in groups)]) if modules else 1,
+        dp_shard=dp_shard,
         schedule=schedule,
         reduce=reduce,
         reshard_after_forward=any(map(grad_reduction.reshards_after_forward, modules)),

@@ -111,7 +111,8 @@ def mixed_precision(
             return x.to(compute) if isinstance(x, Tensor) and x.is_floating_point() else x
 
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return forward(self, *map(cast, args), **{name: cast(x) for name, x in kwargs.items()})
+            cast_kwargs = {name: cast(x) for name, x in kwargs.items()}
+            return forward(self, *map(cast, args), **cast_kwargs)
 
         return call
 

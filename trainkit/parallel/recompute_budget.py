@@ -138,8 +138,13 @@ def fitting(results: Iterable[Result], room: float) -> Keeps:
         key = result.group, result.number
         sizes[key] = sizes.get(key, 0) + result.size
         inner[key] = result.inner
+
+    def get_preference(key: tuple[str, int]) -> tuple[int, float, int]:
+        group, number = key
+        return _ORDER.index(group), -inner[key], number
+
     chosen = set()
-    for key in sorted(sizes, key=lambda key: (_ORDER.index(key[0]), -inner[key], key[1])):
+    for key in sorted(sizes, key=get_preference):
         if key[0] == "exchanges" or sizes[key] <= room:
             chosen.add(key)
             room -= sizes[key]

@@ -196,7 +196,8 @@ def share_terms(
     sizes = [math.prod(shape) for _, shape in kinds.values()]
     packed = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
     if axis.index == source:
-        packed = torch.cat([sums[name].detach().to(device).double().flatten() for name in kinds])
+        flat = [sums[name].detach().to(device).double().flatten() for name in kinds]
+        packed = torch.cat(flat)
     values = broadcast(packed, axis, source=source).split(sizes)
     return {
         name: value.view(shape).to(getattr(torch, dtype))

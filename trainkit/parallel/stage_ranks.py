@@ -251,9 +251,11 @@ def get_stage_places(stages: Sequence[nn.Module], axis: Axis = SOLO) -> list[Sta
         return [StagePlace(axis.index, tuple(range(axis.count)))]
     places = [place for place in notes if place is not None]
     # The stages that the first one's record gives to this rank; another pipeline has others.
-    expected = [i for i, rank in enumerate(places[0].ranks if places else ()) if rank == axis.index]
+    ranks = places[0].ranks if places else ()
+    expected = [i for i, rank in enumerate(ranks) if rank == axis.index]
     fits = all({*place.ranks} == {*range(axis.count)} for place in places)
-    if len(places) < len(notes) or not places or not fits or expected != [p.index for p in places]:
+    indices = [place.index for place in places]
+    if len(places) < len(notes) or not places or not fits or expected != indices:
         raise ConfigError(
             f"these {len(stages)} modules are not the stages of rank {axis.index} of "
             f"{axis.count} pipeline ranks; pass the result of build_stages, or of make_stages for "

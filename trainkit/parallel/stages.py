@@ -221,4 +221,5 @@ def _check_split(
     if problems:
         raise ConfigError(f"build_stages: in the split, {problems[0]}", where="split")
     # A name in two stages is a tied parameter; the earlier stage owns it.
-    return {name: (x[0], x[1]) for name, x in owners.items() if len(x) == 2}
+    shared = {name: indices for name, indices in owners.items() if len(indices) == 2}
+    return {name: (owner, copy) for name, (owner, copy) in shared.items()}
