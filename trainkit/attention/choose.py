@@ -45,11 +45,13 @@ class _Inputs:
     head_size: int
     window: int | None
 
+    @property
+    def dtype_name(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        return name.replace("bfloat", "bf").replace("float", "fp")
+
     def __str__(self) -> str:
-        short = (
-            str(self.dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
-        )
-        return f"{short} and heads of {self.head_size}"
+        return f"{self.dtype_name} and heads of {self.head_size}"
 
     def make_query(self) -> Tensor:
         # [B, H, S, D]; torch looks at shape, dtype and device alone.
@@ -134,10 +136,9 @@ def choose_kernel(
     options = f" in a window of {window}" if window is not None else ""
     options += f" with a soft cap of {softcap}" if softcap is not None else ""
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
-    dtype_name, _, heads = str(inputs).partition(" and ")
     raise ConfigError(
-        f"attention: none of these kernels takes {heads} in {dtype_name} on {inputs.device.type}"
-        f"{options}: {reasons or 'there are none'}",
+        f"attention: none of these kernels takes heads of {head_size} in {inputs.dtype_name} on "
+        f"{inputs.device.type}{options}: {reasons or 'there are none'}",
         where="attention",
         got=list(names),
         hint="add sdpa or math at the end, which take everything",

@@ -146,6 +146,7 @@ def describe_launch(env: Mapping[str, str]) -> list[str]:
     if env.get("SLURM_RESTART_COUNT", "0") != "0":
         count = env["SLURM_RESTART_COUNT"]
         notes.append(f"SLURM has started this job again (SLURM_RESTART_COUNT={count})")
+    # torchrun passes on the signals of this list, and dies of others.
     handled = env.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(",")
     if "SLURM_JOB_ID" in env and "TORCHELASTIC_RUN_ID" in env and "SIGUSR1" not in handled:
         notes.append(

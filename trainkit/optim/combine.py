@@ -41,6 +41,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
             part.param_groups = [next(groups) for _ in part.param_groups]
             part.state = self.state
 
+    # Checkpoints find this by its name, to see what state such an optimizer has.
     def again(self, parts: Sequence[torch.optim.Optimizer]) -> CombinedOptimizer:
         """Combine other optimizers in the same way."""
         return CombinedOptimizer(parts, self.mean)

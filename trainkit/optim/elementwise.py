@@ -410,7 +410,7 @@ class _Dtypes:
 
 @functools.cache
 def _describe_dtypes(*dtypes: torch.dtype | None) -> _Dtypes:
-    """From the dtypes of parameter, gradient, rest, two moments and their scales; None for none."""
+    """Describe the dtypes of parameter, gradient, rest, two moments and their scales, or None."""
     p, _, _, *moments, m_scales, v_scales = dtypes
     used = {*dtypes} - {None}
     arrays = [None if x is None else _ARRAYS.get(x) for x in dtypes[:5]]

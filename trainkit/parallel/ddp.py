@@ -170,6 +170,7 @@ def vote_signs(
     for bucket in make_buckets([p for p in dict.fromkeys(params) if p.requires_grad]):
         check_dense(bucket)
         has = [p.grad is not None for p in bucket]
+        # A voter without a gradient votes 0.
         grads = list_gradients(bucket)
         shards = [get_local(grad) for grad in grads]
         flat = torch.cat([x.reshape(-1) for x in shards])

@@ -70,12 +70,14 @@ class _Step:
         """Run a stage's forward pass on a microbatch; return its output, or the loss."""
         batch = self.batches[index]
         place = self.places[[*self.stages].index(stage)]
+        # The first stage receives nothing: it reads input_ids.
         received = _Received.apply(*edge) if edge else ()
         output = stage_forward.run_stage(stage, place, batch, received, call=self.call)
         if not place.last:
             boundary = stage_forward.stage_boundary(stage, batch)
             return stage_forward.check_edge(output, boundary, place)
         assert self.divisors is not None
+        # torch's schedules know the loss alone, so the terms are collected here.
         total, self.terms[index] = check_terms(self.loss(output, batch), by="forward_backward")
         return divide_terms(total, self.divisors).double()  # fp64, as `Stage` has announced
 

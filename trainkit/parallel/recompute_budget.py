@@ -27,7 +27,7 @@ WHOLE = -1
 class Result:
     """The result of an operator.
 
-    Args:
+    Attributes:
         group: "products", "attention" or "exchanges".
         number: The index of a product among those of its block; for other groups `WHOLE`.
         inner: The width that a product sums over.

@@ -143,7 +143,9 @@ def build_stages(
     layout = Layout(pp=ps.pp.count, schedule=schedule)  # the plan checks the other axes
     config = model.config if is_default else None
     check_layout(layout, config, world=layout.world, device=ps.device.type)
+    # The whole model, since a stage has some of the tensors only.
     check_fit(model, weights)
+    # It makes the model once more, so only if there are buffers.
     buffers = compute_buffers(make_model) if list_buffers(model) else {}
     if ps.pp.count == 1:
         model = _build_stage(model, ps, plan, weights, buffers)

@@ -49,6 +49,7 @@ class Transform:
                 got=ps.name,
                 want="a ParallelState",
             )
+        # By name: the transform may replace every parameter.
         ties = find_ties(module)
         transformed = self.apply(module, cast("ParallelState", ps))
         _check_ties(transformed, ties, self.kind)
