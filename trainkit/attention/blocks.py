@@ -273,7 +273,8 @@ def _split_queries(q: Tensor, k: Tensor, block: BlockSpans) -> Iterator[_Chunk]:
                 yield _Chunk(queries, slice(0, len(k)), None)
                 continue
             # The last key is that of the last query, so the diagonal ends in the lower right.
-            rows, columns = queries.stop - first, queries.stop
+            rows = queries.stop - first
+            columns = queries.stop
             hidden = torch.ones(rows, columns, dtype=torch.bool, device=q.device)
             yield _Chunk(queries, slice(0, columns), hidden.triu(columns - rows + 1))
         return
@@ -329,7 +330,8 @@ def _compute_scores(q: Tensor, k: Tensor, block: BlockSpans, chunk: _Chunk) -> T
 
 
 def _matmul_forward(qkv: QueryKeyValue, block: BlockSpans) -> OutLse:
-    outs, lses = list[Tensor](), list[Tensor]()
+    outs = list[Tensor]()
+    lses = list[Tensor]()
     spans = block.queries, block.keys, block.keys
     for q, k, v in zip(*map(_split_in_fp32, qkv, spans), strict=True):
         for chunk in _split_queries(q, k, block):
@@ -364,9 +366,13 @@ def _document_backward(
 ) -> QueryKeyValue:
     # With weights P = exp(S - lse) and dP = dO Vᵀ: dS = P (dP - rowsum(dO O)), so that no sum over
     # all keys is needed (Dao et al., 2022, algorithm 4).
-    (q, k, v), (out, lse) = qkv, result
-    row_sums, bases = (d_out * out).sum(-1, keepdim=True), lse.unsqueeze(-1)
-    d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    q, k, v = qkv
+    out, lse = result
+    row_sums = (d_out * out).sum(-1, keepdim=True)
+    bases = lse.unsqueeze(-1)
+    d_q = torch.empty_like(q)
+    d_k = torch.zeros_like(k)
+    d_v = torch.zeros_like(v)
     for chunk in _split_queries(q, k, block):
         rows, keys = chunk.queries, chunk.keys
         q_, d_out_, row_sums_, bases_ = (

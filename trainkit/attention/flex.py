@@ -111,7 +111,8 @@ def block_mask(spans: Spans, tokens: int, *, window: int | None = None) -> Any:
     """
     from torch.nn.attention.flex_attention import BlockMask  # noqa: PLC0415 -- see _attention
 
-    ends, device = spans.cu_seqlens, spans.cu_seqlens.device
+    ends = spans.cu_seqlens
+    device = ends.device
     token = torch.arange(tokens, device=device, dtype=torch.int32)
     first_key = ends[torch.searchsorted(ends, token, right=True) - 1]
     if window is not None:

@@ -156,9 +156,11 @@ class _LocalMatrix:
         """Return a box of this matrix in the parameter's local shard, or in one placed alike."""
         assert self.index is not None
         # A box is in the coordinates of the full matrix.
-        row, column = box[0] - self.offset[0], box[2] - self.offset[1]
+        first_row, rows, first_column, columns = box
+        row = first_row - self.offset[0]
+        column = first_column - self.offset[1]
         matrix = local.view(-1, *local.shape[-2:])[self.index]
-        return matrix[row : row + box[1], column : column + box[3]]
+        return matrix[row : row + rows, column : column + columns]
 
 
 @attrs.frozen(eq=False)
@@ -327,9 +329,12 @@ class Muon(torch.optim.Optimizer):
         members: dict[Any, list[tuple[nn.Parameter, dict[str, Any]]]] = {}
         key: list[Any] = []
         for group in self.param_groups:
-            for p in (p for p in group["params"] if p.requires_grad):
+            for p in group["params"]:
+                if not p.requires_grad:
+                    continue
                 dtype = getattr(torch, group["dtype"]) if group["dtype"] else get_compute_dtype(p)
-                members.setdefault((_mesh_of(p), dtype, p.device), []).append((p, group))
+                kind = (_mesh_of(p), dtype, p.device)
+                members.setdefault(kind, []).append((p, group))
                 # What a plan depends on; all other options are read from the groups in each step.
                 key.append((id(p), id(group), dtype, group["parts"], group["parts_dim"]))
         if self._cached_plans[0] != key:
@@ -435,7 +440,8 @@ class _Work:
         matrix = self.plan.matrices[index]
         if id(matrix.parameter) not in self.momenta:
             return
-        value, group = matrix.view(get_local(matrix.parameter), box), matrix.group
+        value = matrix.view(get_local(matrix.parameter), box)
+        group = matrix.group
         update = update.to(value.dtype)
         decayed = value * (1 - group["lr"] * group["weight_decay"])
         if group["cautious"]:
@@ -462,7 +468,8 @@ def _make_grid(p: Any, axis: Axis) -> Grid:
     if mesh is None:
         return Grid((axis.count,), axis.index, (axis.group,))
     # Row-major: the last mesh dimension runs fastest, as `Grid` counts ranks.
-    sizes, here = tuple(mesh.shape), 0
+    sizes = tuple(mesh.shape)
+    here = 0
     for size, coordinate in zip(sizes, mesh.get_coordinate(), strict=True):
         here = here * size + coordinate
     return Grid(sizes, here, tuple(mesh.get_group(dim) for dim in range(len(sizes))))
@@ -492,18 +499,20 @@ def _make_plan(
                 # Of an uneven sharding some ranks have no rows.
                 if is_here and shape[-2] * shape[-1]:
                     shards[rank] = offset[-2], shape[-2], offset[-1], shape[-1]
-            # If dimension 0 of a stack is sharded, this rank's matrices start at start[0].
-            index = (i - start[0] if stack else 0) if grid.here in shards else None
+            index = None
+            if grid.here in shards:
+                # If dimension 0 of a stack is sharded, this rank's matrices start at start[0].
+                index = i - start[0] if stack else 0
             matrices.append(
                 Matrix((rows, columns), shards, cost, num_bytes=rows * columns * dtype.itemsize)
             )
             local_matrices.append(_LocalMatrix(p, group, index, (start[-2], start[-1])))
     return _Plan(
-        grid,
-        [p for p, _ in members],
-        local_matrices,
-        plan_rounds(matrices, grid, bucket_bytes=bucket_bytes),
-        get_local(members[0][0]).new_empty(0, dtype=dtype),
+        grid=grid,
+        parameters=[p for p, _ in members],
+        matrices=local_matrices,
+        rounds=plan_rounds(matrices, grid, bucket_bytes=bucket_bytes),
+        like=get_local(members[0][0]).new_empty(0, dtype=dtype),
     )
 
 
@@ -570,7 +579,8 @@ def _is_hidden(path: str, module: nn.Module) -> bool:
     name = canonical_name(path)
     if name in ("head", "output") or name.rpartition(".")[2] in ("lm_head", "embed_out"):
         return False
-    class_name, name = type(module).__name__.lower(), path.lower()
+    class_name = type(module).__name__.lower()
+    name = path.lower()
     is_router = class_name.endswith(("router", "gate")) or name.endswith("router")
     if isinstance(module, nn.Linear) and name.endswith("gate"):
         # The gate of an MLP has about as many outputs as inputs, that of experts one per expert.

@@ -55,7 +55,8 @@ def check_layout(
     world = get_world_size() if world is None else world
     problems = [*find_problems(layout, model, rows, world=world, device=device), *others]
     if problems:
-        first, more = problems[0], len(problems) - _MAX_PROBLEMS
+        first = problems[0]
+        more = len(problems) - _MAX_PROBLEMS
         # The fields are those of the first problem: an exit code has one place to name.
         text = "; and ".join(problem.what for problem in problems[:_MAX_PROBLEMS])
         text += f"; and {more} more" if more > 0 else ""
@@ -232,7 +233,8 @@ def _find_fsdp_problems(layout: Layout, device: str) -> Iterator[ConfigError]:
             got=True,
             want=False,
         )
-    over, shards = layout.reshard_over, layout.count("fsdp")
+    over = layout.reshard_over
+    shards = layout.count("fsdp")
     if over and not layout.reshard_after_forward:
         yield ConfigError(
             f"reshard_over = {over} says where a block's parameters are after forward, and with "
@@ -265,7 +267,8 @@ def passes_to_itself() -> bool:
 def _find_schedule_problems(layout: Layout, device: str) -> Iterator[ConfigError]:
     if layout.pp == 1:
         return
-    kind, name = SCHEDULES[layout.schedule], f"schedule = {layout.schedule!r}"
+    kind = SCHEDULES[layout.schedule]
+    name = f"schedule = {layout.schedule!r}"
     # The two stages at the turn of a V are on one rank, which sends to itself.
     if kind.placement == "v" and device == "cpu" and not passes_to_itself():
         yield ConfigError(

@@ -71,7 +71,8 @@ def describe_run(
     ranks = f"{world} ranks: {stages.layout}" if world > 1 else "1 rank"
     # The changed layers may be on other stages only; all of them give the same text.
     linears = next(filter(None, all_gather_objects(describe_linears(stages), stages.pp)), "")
-    efficiency, steps = report_packing(rows)["efficiency"], len(rows) / rows_per_step
+    efficiency = report_packing(rows)["efficiency"]
+    steps = len(rows) / rows_per_step
     return (
         f"{trained + frozen:,} parameters, {share}, in {precision} on {name}, {ranks}\n"
         f"{len(rows):,} rows of {rows.capacity:,} tokens, {100 * efficiency:.1f} % full; "

@@ -351,7 +351,8 @@ def _trained_dtype(module: nn.Module, names: Mapping[nn.Module, str]) -> torch.d
 
 def _most_common_dtype(module: nn.Module) -> torch.dtype | None:
     """Return the dtype of most trained elements of a module that are in no unit yet."""
-    sizes, remaining = Counter[torch.dtype](), [module]
+    sizes = Counter[torch.dtype]()
+    remaining = [module]
     while remaining:
         part = remaining.pop()
         remaining += _children_without_unit(part)

@@ -102,7 +102,8 @@ def make_call(
         return share(run(_pad_to_multiple(batch, tp.count), call_with_cache), rows)
 
     def run_full(_: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        padded, length = _pad_document(batch, stages), batch["input_ids"].shape[1]
+        padded = _pad_document(batch, stages)
+        length = batch["input_ids"].shape[1]
         local = shard_sequence(padded, ring=stages.ring.share, ulysses=stages.ulysses.share)
         logits = run(local, call or stages.call)
         if logits is not None:
@@ -151,7 +152,8 @@ def _pad_to_multiple(batch: Mapping[str, Any], multiple: int) -> Mapping[str, An
 def _pad_document(batch: Mapping[str, Any], stages: Stages) -> Batch:
     """Return a batch of one document, padded so that every rank has an equal shard of it."""
     device = compute_device(stages[0])
-    ids, lengths = batch["input_ids"].to(device), batch["spans"].lengths
+    ids = batch["input_ids"].to(device)
+    lengths = batch["spans"].lengths
     if ids.shape[0] != 1 or len(lengths) != 1:
         raise ValueError(
             f"make_call: a batch of {ids.shape[0]} rows with {len(lengths)} documents was given; "

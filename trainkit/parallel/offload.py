@@ -146,7 +146,8 @@ class _Entry:
 
     def __init__(self, saved: _SavedTensors, x: Tensor) -> None:
         self.saved = saved
-        self.forward_pass, self.index = saved.current, len(saved.current.entries)
+        self.forward_pass = saved.current
+        self.index = len(saved.current.entries)
         self.num_bytes = x.untyped_storage().nbytes()
         # It expires with the model's storage, whose identity another storage may then have.
         self.origin = StorageWeakRef(x.untyped_storage())
@@ -196,7 +197,8 @@ class _SavedTensors:
 
     def __init__(self, budget: int, smallest: int, store: Store) -> None:
         self.budget, self.smallest, self.store = budget, smallest, store
-        self.unit, self.weights = nn.Module(), set[int]()
+        self.unit = nn.Module()
+        self.weights = set[int]()
         self.has_inner_units: weakref.WeakKeyDictionary[nn.Module, bool] = (
             weakref.WeakKeyDictionary()
         )

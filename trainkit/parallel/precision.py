@@ -207,7 +207,10 @@ def _cast_parameters_(module: nn.Module, parts: Sequence[nn.Module], compute: to
     def cast_parameters(forward: Forward) -> Forward:
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # By path at each call: a copy of the module has parts of its own.
-            tied = [[(self.get_submodule(path), name) for path, name in x] for x in slots.values()]
+            tied = [
+                [(self.get_submodule(path), name) for path, name in places]
+                for places in slots.values()
+            ]
             for owners in tied:
                 first, first_name = owners[0]
                 cast = getattr(first, first_name)

@@ -45,7 +45,8 @@ class Priced(TorchDispatchMode):
 
     def __init__(self, groups: Mapping[Any, str]) -> None:
         super().__init__()
-        self.groups, self.seen = groups, Counter[str]()
+        self.groups = groups
+        self.seen = Counter[str]()
         self.found: list[tuple[Result, int]] = []
         self.saved: list[Tensor] = []
 

@@ -444,16 +444,20 @@ def _explain_mixed_tensors(forward: Forward) -> Forward:
 def _find_innermost(module: nn.Module, error: BaseException) -> tuple[str, str]:
     """Return the innermost submodule whose code an error passed, and the line in it."""
     names = {id(part): name for name, part in module.named_modules()}
-    found, line, trace = "", "its forward pass", error.__traceback__
+    found = ""
+    line = "its forward pass"
+    trace = error.__traceback__
     while trace is not None:
         # Frames go from the outermost call inwards, so that the last match is the innermost.
-        frame, code = trace.tb_frame, trace.tb_frame.f_code
+        frame = trace.tb_frame
+        code = trace.tb_frame.f_code
         part = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None  # self
         # Wrappers of both have the module as their first argument too; the line wanted is the
         # user's.
         is_library = "/trainkit/" in code.co_filename or "/torch/" in code.co_filename
         if id(part) in names and not is_library:
-            found, line = names[id(part)], f"{Path(code.co_filename).name}:{trace.tb_lineno}"
+            found = names[id(part)]
+            line = f"{Path(code.co_filename).name}:{trace.tb_lineno}"
         trace = trace.tb_next
     return canonical_name(found), line
 

@@ -62,7 +62,8 @@ def _exchange_tied(
             counterparts = [x for a, b, _, x in gradients if (a, b) == (other, own)]
             received.append(counterparts[0].clone())
             continue
-        sent, buffer = local.contiguous(), torch.empty_like(local).contiguous()
+        sent = local.contiguous()
+        buffer = torch.empty_like(local).contiguous()
         # In one batch: two ranks that both send first would wait for each other.
         operations = [
             dist.P2POp(dist.isend, sent, group=axis.group, group_peer=ranks[other]),
