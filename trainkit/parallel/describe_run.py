@@ -54,8 +54,8 @@ def describe_run(
         4 rows of 8 tokens, 78.1 % full; 2 rows a step (16 tokens): 2 steps an epoch
     """
     stages = as_stages(stages_or_model, "describe_run")
-    # Every parameter in full size: `numel` of a DTensor counts the elements of all shards.
     own = [p for p in get_named_parameters(stages).values() if not is_tied_copy(p)]
+    # In full size: `numel` of a DTensor counts the elements of all shards.
     counts = [
         sum(p.numel() for p in own if get_kind(p) == kind)
         for kind in ("trained", "frozen", "packed")

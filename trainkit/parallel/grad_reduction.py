@@ -304,8 +304,7 @@ class Reduction:
         if not _was_gathered(unit):  # a unit that no microbatch has used, in no step
             return
         if now and last and unit in self.remaining:
-            # All-reduces over replicas must match: such units take turns, in the same order on all
-            # ranks.
+            # All-reduces over replicas must match: such units take turns in one order.
             with_replicas = (x for x in self.remaining if _get_replica_group(x) is not None)
             if _get_replica_group(unit) is not None and unit is not next(with_replicas):
                 now = False

@@ -146,8 +146,7 @@ def tensor_parallel(styles: Mapping[str, str | ParallelStyle] | None = None) -> 
         _shard_parameters_(module, by_name, ps.tp)
         if isinstance(module.forward, MethodType):  # a user may have set a plain function
             wrap_forward_(module, _explain_mixed_tensors)
-        # Between blocks a rank then has S / tp tokens, and so it must have of every input per
-        # token.
+        # A rank then has S / tp tokens between blocks, and as many of every input per token.
         has_parts = any(style.sequence_sharded for style in by_name.values())
         if has_parts and hasattr(module, "sequence_parts"):
             module.sequence_parts = ps.tp.count  # pyrefly: ignore[bad-argument-type]
@@ -452,8 +451,7 @@ def _find_innermost(module: nn.Module, error: BaseException) -> tuple[str, str]:
         frame = trace.tb_frame
         code = trace.tb_frame.f_code
         part = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None  # self
-        # Wrappers of both have the module as their first argument too; the line wanted is the
-        # user's.
+        # Wrappers of both have the module as first argument too; the user's line is wanted.
         is_library = "/trainkit/" in code.co_filename or "/torch/" in code.co_filename
         if id(part) in names and not is_library:
             found = names[id(part)]
