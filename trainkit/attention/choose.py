@@ -201,6 +201,7 @@ def _reject_flex(inputs: _Inputs) -> str:
 
 
 def _reject_flash(inputs: _Inputs) -> str:
+    # torch's flash for CPUs takes all dtypes, head sizes and masks.
     if inputs.device.type == "cpu":
         return ""
     # It will be `varlen`, see `_make_flash`.

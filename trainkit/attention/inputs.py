@@ -64,6 +64,7 @@ def check_inputs(
         )
     q, k, v = match_dtypes(q, k, v)
     scale = q.shape[3] ** -0.5 if scale is None else scale
+    # NaN is rejected as well, since all comparisons with it are false.
     if not 0 < scale < math.inf:
         raise ValueError(
             f"attention: scale must be a finite number above 0, got {scale}; leave it out for "

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainkit.types import Axis, Layout, ParallelState, Share
 
+# All groups of ranks that an axis connects; every rank of the world is in one of them.
 Partition = tuple[tuple[int, ...], ...]
 
 

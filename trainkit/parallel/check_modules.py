@@ -32,6 +32,7 @@ def refuse_max_norm(module: nn.Module, *, by: str, weights: Collection[str] | No
         # torch rescales rows in place before it looks them up, unseen by autograd.
         if not isinstance(part, nn.Embedding | nn.EmbeddingBag) or part.max_norm is None:
             continue
+        # `build_stages` names tied weights only, of which another stage has a copy.
         if weights is None or canonical_name(f"{name}.weight") in weights:
             raise ConfigError(
                 f"{by}: {canonical_name(name) or 'the model itself'!r} is an "
