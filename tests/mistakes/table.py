@@ -842,8 +842,8 @@ MISTAKES = [
         (
             "rules.py",
             "AdamW corrects its second moment as its first",
-            "(1 - second**step) ** -0.5)\n        return (*_decays(group), *rates, group",
-            "(1 - first**step) ** -0.5)\n        return (*_decays(group), *rates, group",
+            "        scale_sq = (1 - second**step) ** -0.5\n        rates",
+            "        scale_sq = (1 - first**step) ** -0.5\n        rates",
             "tests/optim/test_table.py",
         ),
         (
@@ -915,8 +915,8 @@ MISTAKES = [
         (
             "recompute_budget.py",
             "of two results as dear as each other the second is kept",
-            "-inner[key], key[1]))",
-            "-inner[key], -key[1]))",
+            "        return _ORDER.index(group), -inner[key], number",
+            "        return _ORDER.index(group), -inner[key], -number",
             "tests/parallel/test_recompute.py",
         ),
         (
