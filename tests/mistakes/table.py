@@ -491,7 +491,7 @@ MISTAKES = [
         (
             "shaping.py",
             "the gradient of a tempered loss forgets the temperature",
-            "    return slopes if _is(shaping.temperature, 1.0) else slopes.div_(_column(shaping.temperature))",
+            "    return slopes.div_(_column(shaping.temperature))",
             "    return slopes",
             "tests/losses tests/families/test_losses.py",
         ),
@@ -759,8 +759,8 @@ MISTAKES = [
         (
             "routers.py",
             "jitter moves tokens up alone",
-            "(bits.double() * 2.0**-52 - 1)",
-            "(bits.double() * 2.0**-53)",
+            "bits.double() * 2.0**-52 - 1",
+            "bits.double() * 2.0**-53",
             "tests/models/test_routers.py tests/models/test_experts.py",
         ),
         (

@@ -105,16 +105,20 @@ def ep_dispatch(
         >>> rows.flatten().tolist(), counts.tolist()
         ([1.0, 2.0, 1.0, 2.0], [2, 1, 1])
     """
+    # Stable: an expert's rows keep the order of their tokens.
     order = indices.flatten().argsort(stable=True)
     inverse = _invert(order)
     rows = _SortRows.apply(x, order, inverse, counts)
     if axis.count == 1:
+        # Rows of padding, zeros at the end, go to the last expert: experts compute every row.
         counts = torch.cat([counts[:-1], len(order) - counts[:-1].sum(0, keepdim=True)])
         return Dispatched(rows, counts, Route(order, inverse))
+    # Each rank tells the others how many rows it sends to each of their experts.
     equal = [len(counts) // axis.count] * axis.count
     arriving = all_to_all_rows(counts, axis, sent=equal, received=equal, length=len(counts))
     both = torch.stack([counts, arriving]).unflatten(1, (axis.count, -1))
     sent, received = both.sum(-1).tolist()  # the host sync
+    # Rows arrive by rank, and from each rank by expert; here they are sorted by expert alone.
     local_experts = torch.arange(both.shape[-1], device=x.device).repeat(axis.count)
     expert_of_row = local_experts.repeat_interleave(arriving, output_size=sum(received))
     arrived = expert_of_row.argsort(stable=True)
@@ -217,7 +221,8 @@ def ep_combine(
 
 
 def _invert(order: Tensor) -> Tensor:
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    positions = torch.arange(len(order), device=order.device)
+    return torch.empty_like(order).scatter_(0, order, positions)
 
 
 class _SortRows(torch.autograd.Function):
@@ -286,6 +291,7 @@ class _WeightedSum(torch.autograd.Function):
         ctx: Any, d_y: Tensor
     ) -> tuple[Tensor, Tensor, None, None]:
         rows, weights, order, inverse = ctx.saved_tensors
+        # y_t = sum of w_tj row_tj, so dw_tj = <dy_t, row_tj> and drow_tj = w_tj dy_t.
         token = order // weights.shape[1]
         products = d_y.index_select(0, token).to(weights.dtype).mul_(rows)
         d_weights = products.sum(-1).index_select(0, inverse).view_as(weights)

@@ -182,6 +182,7 @@ def grouped_product(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
         [2.0, 3.0]
     """
     weight = weight.to(rows.dtype)  # under autocast they may differ
+    # The rows past the counts are one more part, for which the result is zero.
     if not can_group(rows, weight):
         sizes = counts.tolist()
         *parts, rest = rows.split([*sizes, len(rows) - sum(sizes)])
@@ -350,7 +351,7 @@ class ExpertMlp(nn.Module):
         tape: RoutingTape,
         noise_key: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Map `[B, S, D]` to `[B, S, D]` and to the layer's row `[3 + E]` of `Routed.sums`."""
+        """Map `[B, S, D]` to `[B, S, D]`, and to its row `[3 + E]` of `RoutedOutput.sums`."""
         tokens = x.flatten(0, 1)
         config = self.router.experts
         router_input = tokens
@@ -504,6 +505,7 @@ def update_routers_(
     check_range("update_routers_", at_least=0, rate=rate)
     biases = torch.zeros(counts.shape, dtype=torch.float32, device=counts.device)
     for layer in (x for stage in stages for x in stage.modules() if isinstance(x, ExpertMlp)):
+        # A stage has some of the layers; `number` is the row in the counts of all of them.
         router = layer.router
         experts = len(router.load)
         if counts.ndim != 2 or layer.number >= len(counts) or counts.shape[1] != experts:

@@ -44,6 +44,7 @@ def rotary_frequencies(
     if isinstance(scaling, YarnScaling):
         unscaled = _find_unscaled(frequencies, scaling, theta=theta)
     else:
+        # Llama 3: the full turns within the original context decide how much is scaled.
         turns = scaling.original_length / (2 * math.pi) * frequencies
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         unscaled = ((turns - low) / (high - low)).clamp(0, 1)
@@ -59,9 +60,11 @@ def _find_unscaled(frequencies: Tensor, scaling: YarnScaling, *, theta: float) -
         for turns in (scaling.beta_fast, scaling.beta_slow)
     )
     # The bounds, among them head_dim - 1 and not the last pair, are those of DeepSeek's code.
-    first, last = max(math.floor(first), 0), min(math.ceil(last), head_dim - 1)
+    first = max(math.floor(first), 0)
+    last = min(math.ceil(last), head_dim - 1)
     pairs = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
-    return 1 - ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
+    ramp = (pairs - first) / max(last - first, 1e-3)
+    return 1 - ramp.clamp(0, 1)
 
 
 def rotary_table(
@@ -77,6 +80,7 @@ def rotary_table(
         >>> cos.shape, sin[0, 1].flatten()
         (torch.Size([1, 2, 1, 2]), tensor([-0.8415,  0.8415]))
     """
+    # [B, S, 1, R / 2]; the dimension of size 1 is that of heads.
     angles = position_ids[:, :, None, None].to(frequencies.dtype) * frequencies
     cos, sin = angles.cos(), angles.sin()
     if factor != 1:
@@ -99,7 +103,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     size = cos.shape[-1]
     if size < x.shape[-1]:
         return torch.cat((rotate(x[..., :size], cos, sin), x[..., size:]), dim=-1)
-    return (x * cos + x.roll(size // 2, dims=-1) * sin).to(x.dtype)
+    # (a, b) -> (a cos - b sin, b cos + a sin): the roll swaps the halves, `sin` has the sign.
+    swapped = x.roll(size // 2, dims=-1)
+    return (x * cos + swapped * sin).to(x.dtype)
 
 
 Table = tuple[Tensor, Tensor]

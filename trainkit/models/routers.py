@@ -68,6 +68,7 @@ def softmax_topk(
     shares = _to_fp32(logits).softmax(-1)
     if indices is None:
         indices = shares.detach().topk(top_k, -1).indices
+    # As in `sigmoid_topk`: a gather cannot read at index E.
     indices = _mask_padding(indices, is_token, 0)
     weights = shares.gather(-1, indices)
     if renormalize:  # a replayed choice may have a weight of 0
@@ -143,6 +144,7 @@ def _mask_groups(scores: Tensor, groups: int, groups_chosen: int) -> Tensor:
     """Return the scores with minus infinity for the experts of groups that are not chosen."""
     if groups_chosen == groups:
         return scores
+    # A group's score is the sum of its two best experts, as in DeepSeek-V3.
     by_group = scores.unflatten(-1, (groups, -1))
     best = by_group.topk(min(2, by_group.shape[-1]), -1).values.sum(-1)
     is_masked = torch.ones_like(best, dtype=torch.bool)
@@ -300,7 +302,8 @@ def add_jitter(x: Tensor, noise_key: Tensor, *, name: str, amount: float) -> Ten
     bits = counters.make_random_bits(noise_key, name=f"{name}.jitter", features=x.shape[-1])
     x = _to_fp32(x)
     # 53 random bits, scaled to [-1, 1).
-    return x * (1 + amount * (bits.double() * 2.0**-52 - 1)).to(x.dtype)
+    uniform = bits.double() * 2.0**-52 - 1
+    return x * (1 + amount * uniform).to(x.dtype)
 
 
 def _check(

@@ -34,6 +34,7 @@ def mix_bits(x: np.uint64) -> np.uint64:
         ... )
         (True, False)
     """
+    # The finalizer of MurmurHash3 in Stafford's variant 13, as in Vigna's splitmix64.
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -55,7 +56,8 @@ def make_key(*parts: int | str) -> int:
     pairs = zip(kinds, texts, strict=True)
     # The kind and the length stand before each part, so that no two sequences have one text.
     text = "".join(f"{kind}{len(text)}:{text}" for kind, text in pairs)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 @jit
@@ -98,6 +100,7 @@ def hash_box(
     box = np.ascontiguousarray(box).reshape(box.shape or (1,))
     shape = tuple(shape) or (1,)
     offset = tuple(offset) or (0,)
+    # Row-major: the product of the later dimensions of the full tensor.
     strides = [int(np.prod(shape[dim + 1 :], dtype=np.int64)) for dim in range(len(shape))]
     # The flat index, in the full tensor, of the first element of each row of the box.
     first = np.zeros(box.shape[:-1], np.uint64)

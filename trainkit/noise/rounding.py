@@ -139,8 +139,11 @@ def rounded_rows(
         >>> torch.equal(rounded_rows(x[7:], keys, columns=500, begin=7, first=0), whole[7:])
         True
     """
+    # Flat indices in the box, from which follow the row and the column in the full tensor.
     index = torch.arange(begin, begin + x.numel(), device=x.device)
-    noise = _mix_32(keys[index // columns].to(torch.int64) + (index % columns + first) * GOLDEN_32)
+    row_keys = keys[index // columns].to(torch.int64)
+    column = index % columns + first
+    noise = _mix_32(row_keys + column * GOLDEN_32)
     noise = (noise ^ (noise >> 16)) & 0xFFFF if lower else noise >> 16
     bits = x.view(torch.int32) + noise.to(torch.int32)
     high = (bits >> 16).to(torch.int16).view(torch.bfloat16)
@@ -167,6 +170,7 @@ def fill_noise(  # noqa: PLR0917 (compiled code)
     """
     # Numba widens uint32 to 64 bits in every operation, so each result is cast back.
     counted = np.uint32(np.uint32(step) * np.uint32(GOLDEN_32))
+    # Row by row of the box; a shard may start and end inside of one.
     done = 0
     while done < out.size:
         row, inside = divmod(begin + done, columns)
