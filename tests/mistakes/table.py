@@ -613,14 +613,14 @@ MISTAKES = [
         (
             "advantages.py",
             "the deviation of a group is divided by its number",
-            "(squares / (counts - 1).clamp(min=1)).sqrt()",
-            "(squares / counts).sqrt()",
+            "squares / (counts - 1).clamp(min=1)",
+            "squares / counts",
             "tests/post/objectives/test_advantages.py",
         ),
         (
             "advantages.py",
             "leave one out leaves none out",
-            "    mean_of_others = (sums[groups] - exact) / (counts - 1).clamp(min=1)[groups]",
+            "    mean_of_others = (sums[groups] - exact) / num_others",
             "    mean_of_others = sums[groups] / counts[groups]",
             "tests/post/objectives/test_advantages.py",
         ),

@@ -176,6 +176,7 @@ def z_loss(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO) -> Tensor:
 
 def _flatten_exact(logits: Tensor) -> Tensor:
     """Flatten logits to `[T, V]` in fp32 or fp64."""
+    # torch's log-softmax of bf16 logits rounds each log-probability to bf16.
     if logits.dtype not in (torch.float32, torch.float64):
         logits = logits.float()
     return logits.flatten(0, -2)

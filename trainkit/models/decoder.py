@@ -221,8 +221,7 @@ class Block(nn.Module):
         """
         attend = None if cache is None else cache.attend(self.name)
         table = rotary[1] if self.slides else rotary[0]
-        normal = self.attention_norm(x)
-        branch = self.attention(normal, rotary=table, spans=spans, attend=attend)
+        branch = self.attention(self.attention_norm(x), rotary=table, spans=spans, attend=attend)
         if self.normed_after:
             branch = self.attention_out_norm(branch)
         # Dropout is on the branch alone: the stream itself keeps every token.

@@ -104,8 +104,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if size < x.shape[-1]:
         return torch.cat((rotate(x[..., :size], cos, sin), x[..., size:]), dim=-1)
     # (a, b) -> (a cos - b sin, b cos + a sin): the roll swaps the halves, `sin` has the sign.
-    swapped = x.roll(size // 2, dims=-1)
-    return (x * cos + swapped * sin).to(x.dtype)
+    return (x * cos + x.roll(size // 2, dims=-1) * sin).to(x.dtype)
 
 
 Table = tuple[Tensor, Tensor]

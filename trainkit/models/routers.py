@@ -159,6 +159,7 @@ def _to_fp32(x: Tensor) -> Tensor:
 def _make_routing(
     weights: Tensor, indices: Tensor, shares: Tensor, is_token: Tensor | None
 ) -> Routing:
+    # Only here may indices be E, which is past the scores.
     experts = shares.shape[-1]
     indices = _mask_padding(indices, is_token, experts)
     return Routing(
@@ -302,8 +303,7 @@ def add_jitter(x: Tensor, noise_key: Tensor, *, name: str, amount: float) -> Ten
     bits = counters.make_random_bits(noise_key, name=f"{name}.jitter", features=x.shape[-1])
     x = _to_fp32(x)
     # 53 random bits, scaled to [-1, 1).
-    uniform = bits.double() * 2.0**-52 - 1
-    return x * (1 + amount * uniform).to(x.dtype)
+    return x * (1 + amount * (bits.double() * 2.0**-52 - 1)).to(x.dtype)
 
 
 def _check(

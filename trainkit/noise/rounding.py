@@ -141,9 +141,8 @@ def rounded_rows(
     """
     # Flat indices in the box, from which follow the row and the column in the full tensor.
     index = torch.arange(begin, begin + x.numel(), device=x.device)
-    row_keys = keys[index // columns].to(torch.int64)
-    column = index % columns + first
-    noise = _mix_32(row_keys + column * GOLDEN_32)
+    noise = keys[index // columns].to(torch.int64)
+    noise = _mix_32(noise + (index % columns + first) * GOLDEN_32)
     noise = (noise ^ (noise >> 16)) & 0xFFFF if lower else noise >> 16
     bits = x.view(torch.int32) + noise.to(torch.int32)
     high = (bits >> 16).to(torch.int16).view(torch.bfloat16)

@@ -14,7 +14,7 @@ import torch
 from attrs.validators import optional
 from torch import Tensor
 
-from trainkit.losses.shaping import (  # noqa: F401 (the room's)
+from trainkit.losses.shaping import (  # noqa: F401 (exported with the others)
     Shaping,
     filter_min_p,
     filter_top_k,
@@ -116,6 +116,7 @@ def shape_logits(logits: Tensor, sampling: Sampling, *, seen: Tensor | None = No
         logits = penalize_repetition(logits, seen, sampling.repetition_penalty)
     if sampling.temperature == 0:
         return logits
+    # The trainer scores samples with the same functions, so both agree on what can be drawn.
     filters = Shaping(top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
     return filtered(scale_temperature(logits, sampling.temperature), filters)
 
@@ -128,6 +129,7 @@ def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
         >>> penalize_repetition(logits, seen, 2.0).tolist()
         [[1.0, -4.0, 2.0]]
     """
+    # Either way the token becomes less likely, which dividing a negative logit would not do.
     penalized = torch.where(logits < 0, logits * penalty, logits / penalty)
     return torch.where(seen, penalized, logits)
 

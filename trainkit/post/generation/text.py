@@ -57,7 +57,9 @@ class Reader:
         if self.tokenizer.decode(self.ids[self.first :]).endswith(_REPLACEMENT):
             return ""
         self._decode()
-        stops = [i for i in (self.text.find(s, self.num_shown) for s in self.stop) if i >= 0]
+        # What was shown cannot be the start of a stop string: a possible start is held back.
+        places = [self.text.find(s, self.num_shown) for s in self.stop]
+        stops = [i for i in places if i >= 0]
         if stops:
             self.text = self.text[: min(stops)]
             self.stopped = True

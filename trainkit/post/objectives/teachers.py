@@ -89,7 +89,8 @@ def distillation(
                 f"{hidden.shape[-1]}), a row for each word of the student, got "
                 f"{tuple(weight.shape)}: both need one vocabulary"
             )
-        make_logits = logits_maker(Factors(hidden.to(weight.dtype), weight, None, teacher.softcap))
+        teacher_factors = Factors(hidden.to(weight.dtype), weight, None, teacher.softcap)
+        make_logits = logits_maker(teacher_factors)
         buffers: list[Tensor] = []  # one for all chunks: the system clears fresh memory each time
 
         def compare(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
@@ -200,8 +201,10 @@ def likeliest(logprobs: Tensor, k: int, axis: Axis) -> tuple[Tensor, Tensor]:
     best, ids = logprobs.topk(min(k, logprobs.shape[-1]))
     # All ranks send equally many; -inf sorts the padding of small shards to the end.
     padding = 0, min(k, axis.largest) - best.shape[-1]
-    best = all_gather_replicated(nn.functional.pad(best, padding, value=-torch.inf), axis, dim=-1)
-    ids = all_gather_replicated(nn.functional.pad(ids + axis.first, padding), axis, dim=-1)
+    best = nn.functional.pad(best, padding, value=-torch.inf)
+    ids = nn.functional.pad(ids + axis.first, padding)
+    best = all_gather_replicated(best, axis, dim=-1)
+    ids = all_gather_replicated(ids, axis, dim=-1)
     best, order = best.topk(min(k, axis.total))
     return ids.gather(-1, order), best
 
@@ -279,7 +282,8 @@ def _compare_(
         g = student - target
         values = mean = sum_words(q, g)
     else:  # the mixture m = beta p + (1 - beta) q: beta KL(p, m) + (1 - beta) KL(q, m)
-        mixed = (beta * p).add_(q, alpha=1 - beta).clamp_(min=torch.finfo(q.dtype).tiny).log_()
+        mixed = (beta * p).add_(q, alpha=1 - beta)
+        mixed = mixed.clamp_(min=torch.finfo(q.dtype).tiny).log_()
         g = student - mixed
         mean = sum_words(q, g)
         values = beta * sum_words(p, target - mixed) + (1 - beta) * mean
@@ -338,5 +342,8 @@ def _compute_divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor
         return (p * (teacher - student)).sum(-1)
     if beta == 1:
         return (q * (student - teacher)).sum(-1)
+    # As in `_compare_`, with the mixture m: beta KL(p, m) + (1 - beta) KL(q, m).
     mixed = (beta * p + (1 - beta) * q).clamp(min=torch.finfo(q.dtype).tiny).log()
-    return (beta * p * (teacher - mixed) + (1 - beta) * q * (student - mixed)).sum(-1)
+    from_teacher = beta * p * (teacher - mixed)
+    from_student = (1 - beta) * q * (student - mixed)
+    return (from_teacher + from_student).sum(-1)
