@@ -61,6 +61,7 @@ def library(trained, add_bos):
     Which of four endings is that of the text? Guessing is right in 25 % of the cases.
     """
     whole = tk.corpora.open_library_corpus(trained.tokenizer)
+    # A document is held out by a hash of its name, here and in pretrain.py.
     corpus, is_held_out = tk.corpora.hold_out(whole, one_in=40, piece=trained.context)
     lengths = corpus.lengths * is_held_out
     size = min(128, trained.context)
@@ -71,6 +72,7 @@ def library(trained, add_bos):
         for document in (lengths >= start + size).nonzero()[0]
     ]
     texts = [trained.tokenizer.decode(corpus.read(*place, size).tolist()) for place in places[:200]]
+    # The wrong endings are those of other texts, which are Python as well.
     endings = [text[len(text) // 2 :] for text in texts]
     questions = [
         {
@@ -107,6 +109,7 @@ def begins_with_bos(cfg, trained):
 
 def read(cfg, trained):
     """Return the items to score by kind, with hashes of their files; bad input is refused here."""
+    # Texts to score are read as those of a perplexity, but have no summary.
     readers = {
         "perplexity": evaluation.read_texts,
         "choices": evaluation.read_choices,
@@ -145,8 +148,9 @@ def build(cfg, ps, trained):
 def make_writer(stages, trained):
     """Return the function that continues prompts for tasks of lm-eval that ask for texts."""
 
+    # A task's options for its texts; `make_harness_model` passes them by these names.
     def write(prompts, *, max_new_tokens, temperature, stop):
-        found = tk.generation.generate(
+        completions = tk.generation.generate(
             stages,
             prompts,
             max_new_tokens=max_new_tokens,
@@ -157,7 +161,7 @@ def make_writer(stages, trained):
             tokenizer=trained.tokenizer,
             vocab_size=trained.tokenizer.vocab_size,
         )
-        return [completion.ids for completion in found]
+        return [completion.ids for completion in completions]
 
     return write
 
@@ -171,6 +175,7 @@ def evaluate(cfg, ps, trained, found, manager):
     score = evaluation.make_scorer(stages, tokens_per_batch=cfg.batch)
     # An interrupted evaluation resumes: lines that were written with the same weights, texts and
     # settings are not computed again.
+    # The hash of a state needs an optimizer; this one has no state.
     no_optimizer = torch.optim.SGD(tk.get_parameters(stages))
     facts = {
         "model": tk.state_hash(tk.TrainState(), stages, no_optimizer, ps),
@@ -205,7 +210,11 @@ def evaluate(cfg, ps, trained, found, manager):
             generate=make_writer(stages, trained),
         )
         results["tasks"] = evaluation.evaluate_tasks(
-            model, cfg.tasks, manager, shots=cfg.shots, limit=cfg.limit
+            model,
+            cfg.tasks,
+            manager,
+            shots=cfg.shots,
+            limit=cfg.limit,
         )
         log(f"tasks: {model.cut} contexts were cut on their left to {trained.context} tokens")
     return results

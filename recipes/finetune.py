@@ -155,7 +155,9 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
     # Warm up, and fall along a cosine to 0.
     lr_at = tk.schedules.cosine(
-        cfg.optim.lr, warmup=cfg.optim.warmup, total=cfg.optim.schedule_steps
+        cfg.optim.lr,
+        warmup=cfg.optim.warmup,
+        total=cfg.optim.schedule_steps,
     )
 
     def train_step(state, batch):
@@ -213,7 +215,10 @@ def train(cfg, run, tokenizer, base, first):
     forward_backward = tk.make_forward_backward(stages, loss, reduce=cfg.layout.reduce)
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
     evaluate = tk.evaluation.make_evaluator(
-        stages, held_out, loss, rows_per_batch=cfg.batch.microbatch
+        stages,
+        held_out,
+        loss,
+        rows_per_batch=cfg.batch.microbatch,
     )
 
     # Facts that a resumed run must share. The context is the longest text that the model is for.
@@ -296,7 +301,10 @@ def main(argv=None):
         init=first.source,
         tokenizer=base.name,
         template=tk.chat.choose_template_name(
-            cfg.template, base.tokenizer, own=base.template, where=str(base.path)
+            cfg.template,
+            base.tokenizer,
+            own=base.template,
+            where=str(base.path),
         ),
         precision=tk.parallel.resolve_precision(cfg.precision),
     )
@@ -311,11 +319,18 @@ def main(argv=None):
         base.config,
         cfg.batch,
         others=tk.adapters.problems(
-            change_matrices(cfg), base.config, layout=cfg.layout, base=base.facts
+            change_matrices(cfg),
+            base.config,
+            layout=cfg.layout,
+            base=base.facts,
         ),
     )
     with tk.open_run(
-        cfg.out, layout=cfg.layout, timeouts=cfg.timeouts, numerics=cfg.numerics, config=cfg
+        cfg.out,
+        layout=cfg.layout,
+        timeouts=cfg.timeouts,
+        numerics=cfg.numerics,
+        config=cfg,
     ) as run:
         return train(cfg, run, base.tokenizer, base, first)
 

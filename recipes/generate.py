@@ -54,11 +54,19 @@ def encode_prompts(cfg, trained):
     if trained.template is not None and not cfg.plain:
         # It has learned to answer: each prompt is what a user says, and the answer is shown alone.
         template = tk.chat.load_template(trained.template)
-        conversations = [[{"role": "user", "content": text}] for text in cfg.prompt]
-        prompts = [tk.chat.encode_prompt(x, tokenizer, template=template) for x in conversations]
-        return prompts, [""] * len(prompts), tk.chat.find_stop_ids(tokenizer, template)
+        prompts = [
+            tk.chat.encode_prompt(
+                [{"role": "user", "content": text}],
+                tokenizer,
+                template=template,
+            )
+            for text in cfg.prompt
+        ]
+        shown = [""] * len(prompts)
+        stop_ids = tk.chat.find_stop_ids(tokenizer, template)
+        return prompts, shown, stop_ids
     begin = [tokenizer.bos_id] if trained.adds_bos else []
-    # A prompt needs a token. An empty one becomes EOS, behind which a new text begins.
+    # A prompt needs a token. An empty one becomes EOS, after which a new text starts.
     prompts = [[*begin, *tokenizer.encode(text)] or [tokenizer.eos_id] for text in cfg.prompt]
     return prompts, cfg.prompt, [tokenizer.eos_id]
 
@@ -82,7 +90,7 @@ def write(cfg, trained, sampling):
     if streams:
         show(0, shown[0])
     # The model is passed as a plain module: in one process that is the faster way.
-    found = tk.generation.generate(
+    completions = tk.generation.generate(
         stages[0],
         prompts,
         max_new_tokens=cfg.tokens,
@@ -96,8 +104,15 @@ def write(cfg, trained, sampling):
         vocab_size=trained.tokenizer.vocab_size,
         stream=show if streams else None,
     )
-    texts = [before + each.text for before, each in zip(shown, found, strict=True)]
-    print("" if streams else "\n\n".join(map(tk.sinks.escape_control_characters, texts)))
+    # A streamed text is on the screen already; it only lacks the end of its line.
+    if streams:
+        print()
+        return
+    texts = [
+        tk.sinks.escape_control_characters(before + completion.text)
+        for before, completion in zip(shown, completions, strict=True)
+    ]
+    print("\n\n".join(texts))
 
 
 def main(argv=None):

@@ -40,7 +40,9 @@ class Config(tk.config.RunConfig):
     """The base of the rotary wavelengths: long contexts need long waves."""
     batch: tk.config.RowOptions = tk.config.RowOptions(row_length=4096, rows=2, microbatch=1)
     optim: tk.config.OptimizerOptions = tk.config.OptimizerOptions(
-        lr=2e-3, warmup=5, schedule_steps=30
+        lr=2e-3,
+        warmup=5,
+        schedule_steps=30,
     )
 
 
@@ -98,7 +100,9 @@ def build(cfg, ps, model):
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
     lr_at = tk.schedules.cosine(
-        cfg.optim.lr, warmup=cfg.optim.warmup, total=cfg.optim.schedule_steps
+        cfg.optim.lr,
+        warmup=cfg.optim.warmup,
+        total=cfg.optim.schedule_steps,
     )
 
     def train_step(state, batch):
@@ -163,7 +167,9 @@ def train(cfg, run, tokenizer, model):
     stages, optimizer = build(cfg, ps, model)
     run.describe(stages, bins, rows_per_step=cfg.batch.rows, precision=cfg.precision)
     forward_backward = tk.make_forward_backward(
-        stages, tk.losses.next_token_linear, reduce=cfg.layout.reduce
+        stages,
+        tk.losses.next_token_linear,
+        reduce=cfg.layout.reduce,
     )
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
 
@@ -206,11 +212,17 @@ def main(argv=None):
     # Rotary embeddings turn a head's features with the position; the slowest must not come around
     # within a row, which a larger theta sees to.
     model = tk.models.make_decoder_config(
-        cfg.size, num_ids=tokenizer.vocab_size, rope_theta=cfg.rope_theta
+        cfg.size,
+        num_ids=tokenizer.vocab_size,
+        rope_theta=cfg.rope_theta,
     )
     tk.parallel.check_layout(cfg.layout, model, cfg.batch)
     with tk.open_run(
-        cfg.out, layout=cfg.layout, timeouts=cfg.timeouts, numerics=cfg.numerics, config=cfg
+        cfg.out,
+        layout=cfg.layout,
+        timeouts=cfg.timeouts,
+        numerics=cfg.numerics,
+        config=cfg,
     ) as run:
         return train(cfg, run, tokenizer, model)
 

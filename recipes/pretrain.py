@@ -113,7 +113,10 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     # The rate warms up, holds, and decays over the last 40 % of --schedule-steps. It does not
     # depend on --steps, which only says where to stop: past the schedule the last rate holds.
     lr_at = tk.schedules.warmup_stable_decay(
-        cfg.optim.lr, warmup=cfg.optim.warmup, total=cfg.optim.schedule_steps, decay=0.4
+        cfg.optim.lr,
+        warmup=cfg.optim.warmup,
+        total=cfg.optim.schedule_steps,
+        decay=0.4,
     )
 
     def train_step(state, batch):
@@ -207,7 +210,10 @@ def train(cfg, run, tokenizer, model, first):
     forward_backward = tk.make_forward_backward(stages, loss, reduce=cfg.layout.reduce)
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
     evaluate = tk.evaluation.make_evaluator(
-        stages, held_out, loss, rows_per_batch=cfg.batch.microbatch
+        stages,
+        held_out,
+        loss,
+        rows_per_batch=cfg.batch.microbatch,
     )
 
     # Loads the newest checkpoint whose hashes match, if there is one. What is given here is stored
@@ -302,7 +308,11 @@ def main(argv=None):
     )
     # Opens the process groups, locks the run directory, and handles signals and lost ranks.
     with tk.open_run(
-        cfg.out, layout=cfg.layout, timeouts=cfg.timeouts, numerics=cfg.numerics, config=cfg
+        cfg.out,
+        layout=cfg.layout,
+        timeouts=cfg.timeouts,
+        numerics=cfg.numerics,
+        config=cfg,
     ) as run:
         return train(cfg, run, tokenizer, model, first)
 
