@@ -107,7 +107,10 @@ def summed_cross_entropy(where: str, logits: Tensor, labels: Tensor, axis: Axis 
     # On a CPU the kernel checks each label itself; a check before would cost 15 us.
     try:
         return nn.functional.cross_entropy(
-            _flatten_exact(logits), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+            _flatten_exact(logits),
+            labels.flatten(),
+            ignore_index=IGNORED_LABEL,
+            reduction="sum",
         )
     except IndexError:
         check_values(where, labels, words=logits.shape[-1])

@@ -203,7 +203,12 @@ class Partial(NamedTuple):
 
 
 def partial_scores_(
-    logits: Tensor, words: slice, labels: Tensor, axis: Axis, *, of: int
+    logits: Tensor,
+    words: slice,
+    labels: Tensor,
+    axis: Axis,
+    *,
+    of: int,
 ) -> Partial:
     """Compute the partial softmax over logits of some words `[T, W]`, for `whole_scores`.
 
@@ -313,7 +318,11 @@ def slopes_(
 
 
 def own_words(
-    ids: Tensor, words: int, axis: Axis, *, part: slice = slice(None)
+    ids: Tensor,
+    words: int,
+    axis: Axis,
+    *,
+    part: slice = slice(None),
 ) -> tuple[Tensor, Tensor]:
     """Convert ids of words `[T, K]` to indices into this rank's shard, with a mask of its words.
 
@@ -361,7 +370,10 @@ class _ComputeScores(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, logits: Tensor, labels: Tensor, axis: Axis
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        axis: Axis,
     ) -> tuple[Tensor, Tensor]:
         exponentials = logits.to(accumulation_dtype(logits), copy=True)
         scores = scores_(exponentials, labels, axis)
@@ -378,7 +390,12 @@ class _ComputeScores(torch.autograd.Function):
     ) -> tuple[Tensor, None, None]:
         exponentials, labels, scale = ctx.saved_tensors
         slopes = slopes_(
-            exponentials.clone(), labels, ctx.axis, d_losses, d_normalizers, scale=scale
+            exponentials.clone(),
+            labels,
+            ctx.axis,
+            d_losses,
+            d_normalizers,
+            scale=scale,
         )
         return slopes.to(ctx.dtype), None, None
 

@@ -90,7 +90,12 @@ def weight_by_document(
 
 
 def _weight_by_unit(
-    batch: Mapping[str, Any], labels: Tensor, units: Tensor, count: int, *, axis: Axis
+    batch: Mapping[str, Any],
+    labels: Tensor,
+    units: Tensor,
+    count: int,
+    *,
+    axis: Axis,
 ) -> Any:
     """Divide the weight of each token by the sum over its unit, an index below `count`."""
     weights = (labels != IGNORED_LABEL).double()

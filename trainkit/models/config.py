@@ -677,7 +677,10 @@ def _latent_shapes(config: DecoderConfig, latents: Latents) -> dict[str, tuple[i
 
 
 def _mlp_shapes(
-    name: str, width: int, inner: int, config: FeedForward
+    name: str,
+    width: int,
+    inner: int,
+    config: FeedForward,
 ) -> dict[str, tuple[int, ...]]:
     linears = {"gate": (inner, width)} if config.gated else {}
     linears |= {"up": (inner, width), "down": (width, inner)}

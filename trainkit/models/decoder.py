@@ -165,7 +165,13 @@ class Attention(nn.Module):
         q, k = rotated(q, k, rotary)
         attend = attend or self.attend
         out = attend(
-            q, k, v, spans=spans, scale=self.scale, window=self.window, softcap=self.softcap
+            q,
+            k,
+            v,
+            spans=spans,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
         )
         return self.wo(out.flatten(2))
 
@@ -235,7 +241,12 @@ class Block(nn.Module):
         # The numbers of tokens per expert vary, which torch.compile cannot trace.
         call = torch.compiler.disable(_call) if torch.compiler.is_compiling() else _call
         branch, sums = call(
-            self.mlp, normal, spans=spans, is_token=is_token, tape=tape, noise_key=noise_key
+            self.mlp,
+            normal,
+            spans=spans,
+            is_token=is_token,
+            tape=tape,
+            noise_key=noise_key,
         )
         branch = self.mlp_out_norm(branch)
         return x + _drop(branch, noise_key, of=self, name="mlp", p=self.dropout), sums
@@ -320,7 +331,10 @@ class Decoder(nn.Module):
         self.head: Head | None = None
         if not config.tied:
             self.head = Head(
-                config.width, config.vocab_size, output=head, softcap=config.logit_softcap
+                config.width,
+                config.vocab_size,
+                output=head,
+                softcap=config.logit_softcap,
             )
 
     def forward(
@@ -410,7 +424,10 @@ class Decoder(nn.Module):
             return self.head(x)
         assert self.embedding is not None
         return project(
-            x, self.embedding.weight, output=self.output, softcap=self.config.logit_softcap
+            x,
+            self.embedding.weight,
+            output=self.output,
+            softcap=self.config.logit_softcap,
         )
 
     def boundary(self, batch: Mapping[str, Any]) -> Tensor | RoutedOutput:

@@ -233,7 +233,11 @@ class _SortRows(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, counts: Tensor
+        ctx: Any,
+        x: Tensor,
+        order: Tensor,
+        inverse: Tensor,
+        counts: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.chosen = max(len(order) // max(len(x), 1), 1)
@@ -258,7 +262,10 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor
+        ctx: Any,
+        rows: Tensor,
+        order: Tensor,
+        inverse: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(order, inverse)
         return rows.index_select(0, order)
@@ -280,7 +287,11 @@ class _WeightedSum(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor
+        ctx: Any,
+        rows: Tensor,
+        weights: Tensor,
+        order: Tensor,
+        inverse: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(rows, weights, order, inverse)
         y = _sum_rows(rows.to(weights.dtype), inverse.view_as(weights), weights)

@@ -293,7 +293,10 @@ class Router(nn.Module):
         self.register_buffer("bias", zeros)
 
     def forward(
-        self, x: Tensor, is_token: Tensor | None, indices: Tensor | None
+        self,
+        x: Tensor,
+        is_token: Tensor | None,
+        indices: Tensor | None,
     ) -> tuple[Routing, Tensor]:
         """Map tokens `[T, D]` to their routing, and to their logits `[T, E]`."""
         # fp32 even under autocast: in bf16 close scores are equal, and ties decide the choice.
@@ -328,7 +331,13 @@ class ExpertMlp(nn.Module):
     """A mixture-of-experts feed-forward layer; `number` is its index among such layers."""
 
     def __init__(
-        self, width: int, experts: Experts, *, name: str, number: int, balance: Balance
+        self,
+        width: int,
+        experts: Experts,
+        *,
+        name: str,
+        number: int,
+        balance: Balance,
     ) -> None:
         super().__init__()
         self.name = name
@@ -472,7 +481,11 @@ def update_expert_bias(bias: Tensor, counts: Tensor, *, rate: float | Tensor) ->
 
 @torch.no_grad()
 def update_routers_(
-    stages: Iterable[nn.Module], counts: Tensor, *, rate: float, applied: Tensor | bool = True
+    stages: Iterable[nn.Module],
+    counts: Tensor,
+    *,
+    rate: float,
+    applied: Tensor | bool = True,
 ) -> Tensor:
     """Update the loads and biases of a model's routers from the choices of a step, once a step.
 

@@ -93,7 +93,15 @@ def _attend(
 ) -> Tensor:
     if torch.compiler.is_compiling():  # it writes to tensors that are no inputs of a graph
         return torch.compiler.disable(_attend)(
-            cache, layer, q, k, v, spans=spans, scale=scale, window=window, softcap=softcap
+            cache,
+            layer,
+            q,
+            k,
+            v,
+            spans=spans,
+            scale=scale,
+            window=window,
+            softcap=softcap,
         )
     q, k, v = match_dtypes(q, k, v)
     # Prompts, concatenated in one row: they attend to themselves, as in training.

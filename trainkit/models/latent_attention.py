@@ -79,6 +79,12 @@ class LatentAttention(nn.Module):
         k = torch.cat([k_plain, k_rotary], -1)
         attend = attend or self.attend
         out = attend(
-            q, k, v, spans=spans, scale=self.scale, window=self.window, softcap=self.softcap
+            q,
+            k,
+            v,
+            spans=spans,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
         )
         return self.wo(out.flatten(2))

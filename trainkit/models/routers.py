@@ -157,7 +157,10 @@ def _to_fp32(x: Tensor) -> Tensor:
 
 
 def _make_routing(
-    weights: Tensor, indices: Tensor, shares: Tensor, is_token: Tensor | None
+    weights: Tensor,
+    indices: Tensor,
+    shares: Tensor,
+    is_token: Tensor | None,
 ) -> Routing:
     # Only here may indices be E, which is past the scores.
     experts = shares.shape[-1]
@@ -307,7 +310,11 @@ def add_jitter(x: Tensor, noise_key: Tensor, *, name: str, amount: float) -> Ten
 
 
 def _check(
-    function: str, logits: Tensor, top_k: int, is_token: Tensor | None, indices: Tensor | None
+    function: str,
+    logits: Tensor,
+    top_k: int,
+    is_token: Tensor | None,
+    indices: Tensor | None,
 ) -> None:
     if logits.ndim != 2 or not logits.is_floating_point():
         raise ValueError(

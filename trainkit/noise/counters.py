@@ -218,7 +218,13 @@ def make_random_bits(keys: Tensor, *, name: str, features: int, first: int = 0) 
 
 
 def dropout(
-    x: Tensor, keys: Tensor, *, name: str, p: float, width: int, offset: int | None = None
+    x: Tensor,
+    keys: Tensor,
+    *,
+    name: str,
+    p: float,
+    width: int,
+    offset: int | None = None,
 ) -> Tensor:
     """Set elements to zero with probability `p` and scale the rest by 1 / (1 - p).
 
@@ -276,7 +282,12 @@ def dropout(
 
 @contextmanager
 def seed_generators(
-    seed: int, *, step: int, share: Share, stage: int = 0, device: torch.device | str = "cpu"
+    seed: int,
+    *,
+    step: int,
+    share: Share,
+    stage: int = 0,
+    device: torch.device | str = "cpu",
 ) -> Iterator[None]:
     """Seed torch's generators for a step, for models with torch's own dropout.
 

@@ -74,7 +74,11 @@ def _sum_hashes(key: np.uint64, bits: Any, first: Any, stride: Any, inner: int) 
 
 
 def hash_box(
-    name: str, box: np.ndarray[Any, Any], *, shape: Sequence[int], offset: Sequence[int]
+    name: str,
+    box: np.ndarray[Any, Any],
+    *,
+    shape: Sequence[int],
+    offset: Sequence[int],
 ) -> int:
     """Return the hash of one box of a named tensor.
 

@@ -112,7 +112,13 @@ def _mix_32(x: Tensor) -> Tensor:
 
 
 def rounded_rows(
-    x: Tensor, keys: Tensor, *, columns: int, begin: int, first: int, lower: bool = False
+    x: Tensor,
+    keys: Tensor,
+    *,
+    columns: int,
+    begin: int,
+    first: int,
+    lower: bool = False,
 ) -> Tensor:
     """Round a shard to bf16 as `round_bf16_stochastic` rounds it in the full tensor.
 
@@ -155,7 +161,12 @@ MASK_32 = 0xFFFFFFFF
 
 @jit
 def fill_noise(  # noqa: PLR0917 (compiled code)
-    keys: Any, step: Any, columns: int, first: int, begin: int, out: Any
+    keys: Any,
+    step: Any,
+    columns: int,
+    first: int,
+    begin: int,
+    out: Any,
 ) -> None:
     """Fill an array with the random bits of `rounded_rows` at a step, in a compiled loop.
 

@@ -124,7 +124,11 @@ def get_prefix_id(tokenizer: Tokenizer) -> int:
 
 
 def encode_continuation(
-    tokenizer: Tokenizer, context: str, continuation: str, *, add_bos: bool = False
+    tokenizer: Tokenizer,
+    context: str,
+    continuation: str,
+    *,
+    add_bos: bool = False,
 ) -> tuple[list[int], list[int]]:
     """Encode a context and its continuation, split as by `lm-eval`.
 

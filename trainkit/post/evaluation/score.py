@@ -358,7 +358,12 @@ def _find_top_k(output: Any, labels: Tensor, *, top_k: int, temperature: float) 
         axis = make_vocabulary_axis(weight, axis)
         _check_top_k(top_k, axis.total)
         factors = cast_factors(
-            "make_top_k_scorer", hidden, weight, labels, softcap=softcap, axis=axis
+            "make_top_k_scorer",
+            hidden,
+            weight,
+            labels,
+            softcap=softcap,
+            axis=axis,
         )
 
         def compute(logits: Tensor, _rows: slice, _gradient: bool) -> Tensor:

@@ -64,7 +64,11 @@ class Sampling:
 
 
 def next_tokens(
-    logits: Tensor, noise: Tensor, sampling: Sampling, *, seen: Tensor | None = None
+    logits: Tensor,
+    noise: Tensor,
+    sampling: Sampling,
+    *,
+    seen: Tensor | None = None,
 ) -> Tensor:
     """Sample the next token of each row.
 
@@ -156,7 +160,12 @@ def sample_from_cdf(logits: Tensor, noise: Tensor) -> Tensor:
 
 
 def make_noise(
-    row_ids: Sequence[int], starts: Sequence[int], count: int, *, seed: int, device: torch.device
+    row_ids: Sequence[int],
+    starts: Sequence[int],
+    count: int,
+    *,
+    seed: int,
+    device: torch.device,
 ) -> Tensor:
     """Return uniform noise that is a function of seed, row id and token position.
 

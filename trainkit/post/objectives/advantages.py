@@ -12,7 +12,12 @@ from trainkit.types import check_range
 
 
 def group_advantages(
-    rewards: Tensor, groups: Tensor, *, num_groups: int, deviation: bool = True, eps: float = 1e-4
+    rewards: Tensor,
+    groups: Tensor,
+    *,
+    num_groups: int,
+    deviation: bool = True,
+    eps: float = 1e-4,
 ) -> Tensor:
     """Return the group-normalized advantages of GRPO: (reward - mean) / (deviation + eps).
 

@@ -353,7 +353,10 @@ def _apply_surrogate(
 
 
 def _estimate_kl(
-    estimator: Estimator, scores: TokenScores, columns: LabelColumns, other: str
+    estimator: Estimator,
+    scores: TokenScores,
+    columns: LabelColumns,
+    other: str,
 ) -> Tensor:
     """Return the divergence from the log-probabilities of a column; 0 for an excluded word."""
     is_excluded = scores.losses == torch.inf  # a log-probability of -inf
@@ -388,7 +391,10 @@ def _make_metrics(surrogate: Surrogate, added: PolicyOptions) -> dict[str, OfSco
     metrics: dict[str, OfScores] = {
         "clipped": lambda scores, columns: _apply_surrogate(surrogate, scores, columns)[1].double(),
         "old_kl": lambda scores, columns: _estimate_kl(
-            _estimate_old_kl, scores, columns, "old_logprobs"
+            _estimate_old_kl,
+            scores,
+            columns,
+            "old_logprobs",
         ),
         "ratio_beyond_2": ratio_beyond(2.0),
         "ratio_beyond_10": ratio_beyond(10.0),

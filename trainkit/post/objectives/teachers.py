@@ -108,7 +108,11 @@ def distillation(
         return compare
 
     return _make_loss(
-        "distillation", make_compare, temperature=temperature, weighted=weighted, chunk=chunk
+        "distillation",
+        make_compare,
+        temperature=temperature,
+        weighted=weighted,
+        chunk=chunk,
     )
 
 
@@ -155,7 +159,11 @@ def stored_distillation(
         return compare
 
     return _make_loss(
-        "stored_distillation", make_compare, temperature=temperature, weighted=weighted, chunk=chunk
+        "stored_distillation",
+        make_compare,
+        temperature=temperature,
+        weighted=weighted,
+        chunk=chunk,
     )
 
 
@@ -260,7 +268,12 @@ def _scale_temperature_(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _compare_(
-    logits: Tensor, target: Tensor, beta: float, axis: Axis, *, scratch: Tensor
+    logits: Tensor,
+    target: Tensor,
+    beta: float,
+    axis: Axis,
+    *,
+    scratch: Tensor,
 ) -> Tensor:
     """Return the divergence of each token from log-probabilities of all words.
 
