@@ -587,7 +587,8 @@ def cuts(size: int, part: int) -> list[slice]:
         [slice(0, 3, None), slice(3, 5, None)]
     """
     # An empty slice for 0 tokens: a rank without tokens must join the collectives.
-    return [slice(start, min(start + part, size)) for start in range(0, max(1, size), part)]
+    starts = range(0, max(1, size), part)
+    return [slice(start, min(start + part, size)) for start in starts]
 
 
 def _run_chunks(
@@ -614,7 +615,8 @@ def _run_chunks(
     d_weight = weight.new_zeros(weight.shape, dtype=exact) if needs[1] else None
     d_bias = weight.new_zeros(len(weight), dtype=exact) if needs[2] else None
     # One buffer for all chunks: the system has to clear fresh memory, for each chunk again.
-    buffer = hidden.new_empty(min(chunk, len(hidden)) * len(weight), dtype=exact)
+    largest_chunk = min(chunk, len(hidden))
+    buffer = hidden.new_empty(largest_chunk * len(weight), dtype=exact)
     values = []
     for rows in cuts(len(hidden), chunk):
         logits, d_softcap = logits_of(factors, rows, slice(None), buffer, needs_slope=any(needs))
@@ -676,7 +678,10 @@ def exact_factors(factors: Factors) -> Factors:
     if factors.weight.is_cuda:
         return factors
     exact = accumulation_dtype(factors.weight)
-    return factors._replace(hidden=factors.hidden.to(exact), weight=factors.weight.to(exact))
+    return factors._replace(
+        hidden=factors.hidden.to(exact),
+        weight=factors.weight.to(exact),
+    )
 
 
 def logits_of(
@@ -704,7 +709,9 @@ def logits_of(
     hidden = factors.hidden[rows]
     weight = factors.weight[words]
     # The last chunk is smaller, and takes the front of the buffer.
-    out = buffer[: len(hidden) * len(weight)].view(len(hidden), len(weight))
+    num_tokens = len(hidden)
+    num_words = len(weight)
+    out = buffer[: num_tokens * num_words].view(num_tokens, num_words)
     if hidden.dtype == out.dtype:
         logits = torch.mm(hidden, weight.t(), out=out)
     else:  # bf16 factors on CUDA, with fp32 logits

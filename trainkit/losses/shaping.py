@@ -207,7 +207,8 @@ def filter_top_p(logits: Tensor, p: Each) -> Tensor:
     p = _column(p)
     # Ascending, so that the cumulative sum is the probability of a word and of all less likely
     # ones. At p = 1 rounding must exclude nothing.
-    excluded = (ascending.softmax(-1).cumsum(-1) <= 1 - p) & (torch.as_tensor(p) < 1)
+    excluded = ascending.softmax(-1).cumsum(-1) <= 1 - p
+    excluded = excluded & (torch.as_tensor(p) < 1)
     excluded[:, -1] = False  # the most likely token always remains
     # From the sorted order back to that of the words.
     excluded = excluded.scatter(1, order, excluded)

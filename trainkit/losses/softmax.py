@@ -91,7 +91,8 @@ def gather_words(logits: Tensor, axis: Axis) -> Tensor:
         return all_gather_replicated(logits, axis, dim=-1)
     padded = nn.functional.pad(logits, (0, axis.largest - logits.shape[-1]))
     parts = all_gather_replicated(padded, axis, dim=-1).split(axis.largest, dim=-1)
-    return torch.cat([x[..., :n] for x, n in zip(parts, axis.words, strict=True)], dim=-1)
+    sized_parts = zip(parts, axis.words, strict=True)
+    return torch.cat([x[..., :n] for x, n in sized_parts], dim=-1)
 
 
 def words_of_rank(whole: Tensor, axis: Axis) -> Tensor:
@@ -184,7 +185,8 @@ def scores_(logits: Tensor, labels: Tensor, axis: Axis) -> Scores:
     largest = all_max(largest_logits(logits), axis)
     picked = pick_own(logits.sub_(largest), index, own)
     # One all-reduce for both: the sum of exponentials, and the logit of the label from its rank.
-    sums = torch.cat([logits.exp_().sum(-1, keepdim=True), picked], dim=-1)
+    totals = logits.exp_().sum(-1, keepdim=True)
+    sums = torch.cat([totals, picked], dim=-1)
     total, picked = all_sum(sums, axis).unbind(-1)
     normalizers = total.log()
     return Scores(normalizers - picked, normalizers + largest.squeeze(-1), total.reciprocal())
@@ -254,7 +256,9 @@ def whole_scores(parts: Sequence[Partial], axis: Axis) -> tuple[Tensor, Tensor]:
     """
     maxima, totals, picked = (torch.stack(x) for x in zip(*parts, strict=True))
     largest = all_max(maxima.amax(0), axis)
-    sums = torch.stack([(totals * (maxima - largest).exp()).sum(0), picked.sum(0)])
+    # A partial sum is relative to its own maximum, and is scaled to that of all words.
+    scaled_totals = totals * (maxima - largest).exp()
+    sums = torch.stack([scaled_totals.sum(0), picked.sum(0)])
     total, label = all_sum(sums, axis).unbind()
     normalizers = total.log()
     # The label's logit was picked before the maximum was subtracted from it.

@@ -430,7 +430,9 @@ def chunk_loss(loss: NamedLoss, *, chunk: int | None = None) -> NamedLoss:
                 (d_full,) = torch.autograd.grad(total, full)
                 # The contract of `OfLogits`: the logits become their gradient.
                 logits.copy_(words_of_rank(d_full, axis))
-            return torch.stack([total.detach(), *(terms[name] for name in loss.terms)])[None]
+            # [1, 1 + K]: the sum, which is differentiated, and the K reported terms.
+            reported = [terms[name] for name in loss.terms]
+            return torch.stack([total.detach(), *reported])[None]
 
         total, values = linear_in_chunks(factors, compute, axis=axis, chunk=chunk)
         return total, dict(zip(loss.terms, values.sum(0).unbind(), strict=True))
@@ -559,4 +561,5 @@ def average_terms(sums: Mapping[str, Tensor], tokens: Denominator) -> dict[str, 
             return total
         return total / (get_divisor(name, divisors) if count is None else count)
 
-    return {name: mean(name, total) for name, total in sums.items() if not name.endswith("/count")}
+    names = [name for name in sums if not name.endswith("/count")]
+    return {name: mean(name, sums[name]) for name in names}

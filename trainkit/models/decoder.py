@@ -461,7 +461,8 @@ class Decoder(nn.Module):
         x = self.embedding(input_ids)
         if self.config.embedding_scale is not None:
             # Rounded to the dtype first, as Hugging Face does.
-            x = x * float(torch.tensor(self.config.embedding_scale, dtype=x.dtype, device="cpu"))
+            scale = torch.tensor(self.config.embedding_scale, dtype=x.dtype, device="cpu")
+            x = x * float(scale)
         if self.positions is not None:
             x = x + self.positions(position_ids)
         return _drop(x, noise_key, of=None, name="embedding", p=self.config.dropout)
@@ -564,7 +565,8 @@ def _copy_without_children(model: Decoder) -> Decoder:
     nn.Module.__init__(result)
     # What `nn.Module` set just now (children, hooks, parameters) stays empty.
     of_module = set(result.__dict__)
-    result.__dict__.update({k: v for k, v in model.__dict__.items() if k not in of_module})
+    attributes = {k: v for k, v in model.__dict__.items() if k not in of_module}
+    result.__dict__.update(attributes)
     result.training = model.training
     return result
 

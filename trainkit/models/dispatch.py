@@ -111,7 +111,9 @@ def ep_dispatch(
     rows = _SortRows.apply(x, order, inverse, counts)
     if axis.count == 1:
         # Rows of padding, zeros at the end, go to the last expert: experts compute every row.
-        counts = torch.cat([counts[:-1], len(order) - counts[:-1].sum(0, keepdim=True)])
+        others = counts[:-1]
+        last = len(order) - others.sum(0, keepdim=True)
+        counts = torch.cat([others, last])
         return Dispatched(rows, counts, Route(order, inverse))
     # Each rank tells the others how many rows it sends to each of their experts.
     equal = [len(counts) // axis.count] * axis.count
@@ -122,7 +124,14 @@ def ep_dispatch(
     local_experts = torch.arange(both.shape[-1], device=x.device).repeat(axis.count)
     expert_of_row = local_experts.repeat_interleave(arriving, output_size=sum(received))
     arrived = expert_of_row.argsort(stable=True)
-    route = Route(order, inverse, tuple(sent), tuple(received), arrived, _invert(arrived))
+    route = Route(
+        order=order,
+        inverse=inverse,
+        sent=tuple(sent),
+        received=tuple(received),
+        arrived=arrived,
+        back=_invert(arrived),
+    )
     dtype = rows.dtype
     rows = all_to_all_rows(
         rows.to(wire_dtype or dtype),
@@ -131,7 +140,8 @@ def ep_dispatch(
         received=received,
         length=sum(received),
     ).to(dtype)
-    return Dispatched(_gather_rows(rows, arrived, route.back), both[1].sum(0), route)
+    local_counts = both[1].sum(0)  # over the ranks that the rows come from
+    return Dispatched(_gather_rows(rows, arrived, route.back), local_counts, route)
 
 
 def ep_dispatch_keys(keys: Tensor, route: Route, axis: Axis = SOLO) -> Tensor:

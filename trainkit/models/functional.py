@@ -123,7 +123,8 @@ class BareRMSNorm(Bare):
         """Compute x w sqrt(D) / sqrt(sum(x^2) + D eps), which saves the division of the mean."""
         if x.dtype != torch.float32:
             return super().forward(x)
-        scale = x.square().sum(-1, keepdim=True).add_(x.shape[-1] * self.eps).rsqrt_()
+        squares = x.square().sum(-1, keepdim=True)
+        scale = squares.add_(x.shape[-1] * self.eps).rsqrt_()
         return (x * scale).mul_(self.ready)
 
 

@@ -169,7 +169,8 @@ def attend_slots(
     if softcap is None and k.shape[-1] == v.shape[-1]:
         attention = nn.functional.scaled_dot_product_attention
         return attention(q, k, v, attn_mask=seen, scale=scale)
-    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.transpose(-1, -2)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = (q * scale) @ k.transpose(-1, -2)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if seen is not None:

@@ -102,7 +102,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     size = cos.shape[-1]
     if size < x.shape[-1]:
-        return torch.cat((rotate(x[..., :size], cos, sin), x[..., size:]), dim=-1)
+        rotated_part = rotate(x[..., :size], cos, sin)
+        return torch.cat((rotated_part, x[..., size:]), dim=-1)
     # (a, b) -> (a cos - b sin, b cos + a sin): the roll swaps the halves, `sin` has the sign.
     return (x * cos + x.roll(size // 2, dims=-1) * sin).to(x.dtype)
 
@@ -125,4 +126,5 @@ def rotated(q: Tensor, k: Tensor, table: Table | None) -> tuple[Tensor, Tensor]:
         return rotate(q, *table), rotate(k, *table)
     # In generation there are few tokens, and half the operators save more than the copy costs.
     both = rotate(torch.cat((q, k), dim=2), *table)
-    return both[:, :, : q.shape[2]], both[:, :, q.shape[2] :]
+    heads = q.shape[2]
+    return both[:, :, :heads], both[:, :, heads:]

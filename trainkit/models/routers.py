@@ -146,7 +146,8 @@ def _mask_groups(scores: Tensor, groups: int, groups_chosen: int) -> Tensor:
         return scores
     # A group's score is the sum of its two best experts, as in DeepSeek-V3.
     by_group = scores.unflatten(-1, (groups, -1))
-    best = by_group.topk(min(2, by_group.shape[-1]), -1).values.sum(-1)
+    two_best = by_group.topk(min(2, by_group.shape[-1]), -1).values
+    best = two_best.sum(-1)
     is_masked = torch.ones_like(best, dtype=torch.bool)
     is_masked.scatter_(-1, best.topk(groups_chosen, -1).indices, value=False)
     return by_group.masked_fill(is_masked.unsqueeze(-1), -torch.inf).flatten(-2)
@@ -217,7 +218,8 @@ def expert_capacity(counts: Tensor, factor: float) -> Tensor:
         (tensor(3), tensor(1))
     """
     check_range("expert_capacity", above=0, factor=factor)
-    return (counts.sum().double() * factor / len(counts)).ceil().clamp(min=1).long()
+    capacity = counts.sum().double() * factor / len(counts)
+    return capacity.ceil().clamp(min=1).long()
 
 
 def apply_capacity(routing: Routing, capacity: Tensor | int) -> Routing:

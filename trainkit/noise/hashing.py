@@ -127,4 +127,5 @@ def hash_counters(counters: Mapping[str, int]) -> int:
         True
     """
     values = ((name, np.array([value], np.int64)) for name, value in counters.items())
-    return sum(hash_box(name, value, shape=(1,), offset=(0,)) for name, value in values) & MASK64
+    hashes = (hash_box(name, value, shape=(1,), offset=(0,)) for name, value in values)
+    return sum(hashes) & MASK64

@@ -80,7 +80,8 @@ class LoopFiles(IndexDataCacheFile):
     def save(self, key: Any, data: Any) -> None:
         """Write a form to disk if there is room for it."""
         stamp = repr((self._source_stamp, key)).encode()
-        name = self._data_name(int.from_bytes(hashlib.blake2b(stamp, digest_size=8).digest()))
+        digest = hashlib.blake2b(stamp, digest_size=8).digest()
+        name = self._data_name(int.from_bytes(digest))
         with contextlib.suppress(OSError):
             self._save_data(name, data)
             self._save_index(self._load_index() | {key: name})

@@ -82,7 +82,8 @@ def rounding_keys(key: int, shape: Sequence[int], offset: Sequence[int]) -> Tens
     """
     keys = row_keys(key, tuple(shape) or (1,), tuple(offset) or (0,))
     # The upper half of each 64-bit key, which is as random as the whole.
-    return torch.from_numpy((keys >> np.uint64(32)).astype(np.uint32).view(np.int32))
+    upper = (keys >> np.uint64(32)).astype(np.uint32)
+    return torch.from_numpy(upper.view(np.int32))
 
 
 def keys_at(keys: Tensor, step: Tensor | float) -> Tensor:

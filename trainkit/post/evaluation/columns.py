@@ -286,7 +286,8 @@ def _list_parts(
 ) -> list[tuple[Path, tuple[int, int]]]:
     """Return the path of each part, and its documents from start to end."""
     # A part starts with the first document at or after a multiple of part_tokens.
-    firsts = np.searchsorted(offsets[:-1], np.arange(0, max(1, offsets[-1]), part_tokens))
+    multiples = np.arange(0, max(1, offsets[-1]), part_tokens)
+    firsts = np.searchsorted(offsets[:-1], multiples)
     # `unique`, because a document longer than a part covers several multiples.
     bounds = np.unique([0, *firsts, len(offsets) - 1]).tolist()
     paths = [folder / f"part_{index:08d}{SUFFIX}" for index in range(len(bounds) - 1)]

@@ -109,9 +109,10 @@ def make_scorer(
 
     def score(examples: Sequence[Example]) -> list[ExampleScores]:
         scores = []
-        for index, values in enumerate(compute(examples)):
-            _check_finite(values[0], index)
-            scores.append(ExampleScores(values[0].copy(), bool(values[1].all())))
+        for index, (logprobs, is_best) in enumerate(compute(examples)):
+            _check_finite(logprobs, index)
+            # A copy: the values are a slice of the table of all examples.
+            scores.append(ExampleScores(logprobs.copy(), bool(is_best.all())))
         return scores
 
     return score
@@ -232,7 +233,8 @@ def _make_compute(
             width=width,
         )
         # Each token is non-zero on one rank alone, so the sum gathers.
-        table = all_sum(all_sum(local, stages.loss), stages.pp).cpu().numpy()
+        summed = all_sum(local, stages.loss)
+        table = all_sum(summed, stages.pp).cpu().numpy()
         return [table[:, positions] for positions in scored]
 
     return compute

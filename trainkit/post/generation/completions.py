@@ -518,7 +518,8 @@ class _Row:
         """Return the completion of a row that has ended."""
         if self.reader is not None:
             self._stream(self.reader.end())
-        return Completion(self.ids, None if self.reader is None else self.reader.text, self.ended)
+        text = None if self.reader is None else self.reader.text
+        return Completion(self.ids, text, self.ended)
 
 
 @attrs.frozen(eq=False)

@@ -155,7 +155,8 @@ def sample_from_cdf(logits: Tensor, noise: Tensor) -> Tensor:
     cumulative = logits.double().softmax(-1).cumsum(-1)
     # The sum is 1 but for rounding; scaled by it, no draw falls behind the last token.
     total = cumulative[:, -1:]
-    token = torch.searchsorted(cumulative, noise.double().unsqueeze(1) * total, right=True)
+    thresholds = noise.double().unsqueeze(1) * total
+    token = torch.searchsorted(cumulative, thresholds, right=True)
     return token.squeeze(1).masked_fill(total.squeeze(1).isnan(), -1)
 
 

@@ -138,7 +138,8 @@ def gae(
     # The recursion runs backward and stops where the next token is of another document.
     is_step = document_ids >= 0
     has_next = torch.zeros_like(is_step)
-    has_next[:, :-1] = is_step[:, :-1] & (document_ids[:, :-1] == document_ids[:, 1:])
+    is_same = document_ids[:, :-1] == document_ids[:, 1:]
+    has_next[:, :-1] = is_step[:, :-1] & is_same
     last_values = torch.zeros_like(values) if bootstrap is None else bootstrap
     next_values = torch.where(has_next, values.roll(-1, 1), last_values)
     advantages = torch.where(is_step, rewards + discount * next_values - values, 0)

@@ -386,7 +386,8 @@ def _make_metrics(surrogate: Surrogate, added: PolicyOptions) -> dict[str, OfSco
     def truncated(scores: TokenScores, columns: LabelColumns) -> Tensor:
         old = _get_column(scores, columns, "old_logprobs")
         sampler = _get_column(scores, columns, "sampler_logprobs")
-        return (old - sampler > math.log(added.most_importance or 1.0)).to(scores.losses.dtype)
+        is_truncated = old - sampler > math.log(added.most_importance or 1.0)
+        return is_truncated.to(scores.losses.dtype)
 
     metrics: dict[str, OfScores] = {
         "clipped": lambda scores, columns: _apply_surrogate(surrogate, scores, columns)[1].double(),

@@ -324,7 +324,8 @@ def _compare_top_(  # noqa: PLR0917 (two tensors of the teacher)
     largest = all_max(largest_logits(logits), axis).clamp(min=_LEAST)
     total = all_sum(logits.sub_(largest).exp_().sum(-1, keepdim=True), axis)
     # The k words, and one that stands for the rest: its logit is the logsumexp of all others.
-    scores = torch.cat([picked, (total.log() + largest).clamp(min=_LEAST)], dim=-1)
+    rest_score = (total.log() + largest).clamp(min=_LEAST)
+    scores = torch.cat([picked, rest_score], dim=-1)
     scores.requires_grad_(gradient)
     with torch.set_grad_enabled(gradient):
         student = scores
@@ -334,7 +335,8 @@ def _compare_top_(  # noqa: PLR0917 (two tensors of the teacher)
         else:
             # Stored log-probabilities are rounded, and may sum to more than 1.
             eps = torch.finfo(logprobs.dtype).eps
-            rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=eps).log()
+            rest = 1 - logprobs.exp().sum(-1, keepdim=True)
+            rest = rest.clamp(min=eps).log()
             teacher = torch.cat([logprobs, rest], dim=-1)
         values = _compute_divergence(student.log_softmax(-1), teacher.clamp(min=_LEAST), beta)
         total_divergence = values.sum()
@@ -342,7 +344,8 @@ def _compare_top_(  # noqa: PLR0917 (two tensors of the teacher)
         (d_scores,) = torch.autograd.grad(total_divergence, scores)
         # By the chain rule: `logits` holds exp(logit - largest), 0 at the k words, so that divided
         # by its sum it is the share of each other word in the gradient of the rest.
-        logits.mul_(d_scores[:, -1:] / total.clamp(min=torch.finfo(total.dtype).tiny))
+        smallest = torch.finfo(total.dtype).tiny
+        logits.mul_(d_scores[:, -1:] / total.clamp(min=smallest))
         add_to_own_(logits, index, d_scores[:, :-1] * own)
     return values.detach()
 
