@@ -164,7 +164,7 @@ def make_soft_labels(cfg, ps, base, batch):
         (divergence, soft_weight),
     )
 
-    # A column of every microbatch, computed without gradients, as labels are.
+    # The hidden states become one more column of each microbatch.
     def find_hidden(output, _):
         return {"teacher_hidden": tk.types.drop_routing(output).hidden}
 

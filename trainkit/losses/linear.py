@@ -107,7 +107,7 @@ class LabelColumns(Mapping[str, Tensor]):
             self._cache[name] = x
         return self._cache[name]
 
-    # Mapping's own methods would read the column to see whether it exists, and copy it.
+    # Mapping's own methods read the column to see whether it exists, and expect a KeyError.
     def __contains__(self, name: object) -> bool:
         return name in self._columns
 

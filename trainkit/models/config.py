@@ -380,6 +380,7 @@ def check_groups(where: str, experts: int, top_k: int, groups: int, groups_chose
     Raises:
         ValueError: The groups do not divide the experts, or those of a token have too few.
     """
+    # The last condition: k experts must fit into the groups from which a token may choose.
     check_range(where, at_least=1, groups=groups, groups_chosen=groups_chosen)
     if experts % groups or groups_chosen > groups or top_k > groups_chosen * (experts // groups):
         raise ValueError(
@@ -494,6 +495,7 @@ class DecoderConfig:
         self._check_options()
 
     def _check_options(self) -> None:
+        # Options that are valid alone, and that no layer implements together.
         self._require("qk_norm", "False, True or 'wide'", ok=self.qk_norm in (False, True, "wide"))
         # `WideNorm`, over the heads of all ranks, exists as an RMSNorm only.
         ok = self.qk_norm != "wide" or self.norm_config.kind == "rms"
@@ -619,10 +621,12 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, width)}
     if config.positions is not None:
         shapes["positions.weight"] = (config.positions, width)
+    # Layers differ in their MLPs alone: a sliding window and rotary positions have no parameters.
     for i in range(config.layers):
         layer = block | (expert_mlp if i in config.expert_layers else mlp)
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
     shapes |= _norm_shapes("norm", width, config)
+    # A tied model has one matrix for both, under the embedding's name.
     if not config.tied:
         shapes["head.weight"] = (config.vocab_size, width)
     return shapes

@@ -44,6 +44,7 @@ def jit(
         error_model="numpy" if divides else "python",
     )
     package = __name__.partition(".")[0]
+    # A later version of another package would not make the cache out of date.
     if any(used.__module__.partition(".")[0] != package for used in uses):
         return decorate(function)
     if files := {sys.modules[used.__module__].__file__ or "" for used in uses}:
