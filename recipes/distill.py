@@ -59,7 +59,7 @@ class Config(tk.config.RunConfig):
     compare: bool = tk.config.option(default=True, on_resume="ignore")
     """Train a twin first, on hard labels alone, in the folder hard of the run's directory."""
     eval_every: int = tk.config.option(60, tk.config.non_negative, on_resume="allow")
-    """Evaluate on held-out documents every so many steps, and at the end; 0 for never."""
+    """Steps between evaluations on held-out documents, with one at the end; 0 for none."""
     student: StudentOptions = StudentOptions()
     batch: tk.config.RowOptions = tk.config.RowOptions()
     optim: tk.config.OptimizerOptions = tk.config.OptimizerOptions(lr=4e-3, schedule_steps=120)

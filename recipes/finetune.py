@@ -58,7 +58,7 @@ class Config(tk.config.RunConfig):
     cache: Path | None = tk.config.option(Path("runs/cache"), on_resume="allow")
     """Where packings are cached for the next run; None for no cache."""
     eval_every: int = tk.config.option(275, tk.config.non_negative, on_resume="allow")
-    """Evaluate on held-out conversations before, every so many steps, and at the end; 0: never."""
+    """Steps between evaluations on held-out conversations, with one at both ends; 0 for none."""
     ask: tuple[str, ...] = tk.config.option(
         ("def is_open(self)", "def get_version(name)", "def remove_file(path, force=False)"),
         on_resume="allow",
@@ -73,7 +73,7 @@ class Config(tk.config.RunConfig):
 def open_rows(cfg, run, tokenizer):
     """Return the rows to train on, the rows held out, and counts of what was read."""
     # The template writes a conversation as tokens; a mask says which of them are trained on. A
-    # conversation that is longer than a row is left out: cut, it would end in the middle.
+    # conversation that is longer than a row is left out: truncated, it would end in the middle.
     corpus, counts = tk.corpora.open_chats(
         cfg.data,
         tokenizer=tokenizer,
@@ -99,7 +99,7 @@ def open_rows(cfg, run, tokenizer):
 
 
 def change_matrices(cfg):
-    """Return the transforms with which a plan begins: 4 bits, low precision, adapters."""
+    """Return the transforms with which a plan starts: 4 bits, low precision, adapters."""
     plan = [tk.adapters.quantized("nf4")] if cfg.method == "qlora" else []
     plan += tk.adapters.make_linear_transforms(cfg.linear.linears, cfg.linear.linear_modules)
     if cfg.method == "full":
@@ -271,7 +271,7 @@ def train(cfg, run, tokenizer, base, first):
 
 
 def answer_questions(cfg, stages, tokenizer):
-    """Return each question and the model's likeliest answer to it."""
+    """Return each question and the model's most likely answer to it."""
     answers = tk.generation.answer_questions(
         stages,
         cfg.ask,

@@ -144,7 +144,7 @@ def train(cfg, run, tokenizer, model):
     longest, tokens = corpus.lengths.max(), corpus.lengths.sum()
     run.log(f"{len(corpus.lengths)} documents of {tokens} tokens, the longest of {longest}")
     # A document that is longer than a row continues in another one. In a row, each document is
-    # cut into equal slices for the ring, which is why its length is rounded up: multiple-of.
+    # split into equal slices for the ring, so its length is rounded up: multiple-of.
     bins = tk.pack_bins(
         corpus.lengths,
         cfg.batch.row_length,
@@ -153,7 +153,7 @@ def train(cfg, run, tokenizer, model):
     )
     rows = tk.PackedCorpus(corpus, bins)
     rows_at = tk.sampling.shuffle_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
-    # Labels are shifted before a row is cut, so that the last token of a slice knows the first one
+    # Labels are shifted before a row is split: that of the last token of a slice is the first token
     # of the next. A rank gets its slices, with the positions that they have in their documents.
     make_batch = functools.partial(
         tk.make_step_batch,

@@ -51,7 +51,7 @@ class Config(tk.config.RunConfig):
     loss_weight: float = tk.config.option(0.01, tk.config.non_negative, on_resume="allow")
     """The weight of the auxiliary loss, a mean over the layers; 0.01 to 0.1 balances."""
     eval_every: int = tk.config.option(200, tk.config.non_negative, on_resume="allow")
-    """Evaluate on held-out documents every so many steps, and at the end; 0 for never."""
+    """Steps between evaluations on held-out documents, with one at the end; 0 for none."""
     prompt: str = tk.config.option("def ", on_resume="allow")
     """What the model continues when it is evaluated."""
     sample: int = tk.config.option(120, tk.config.positive, on_resume="allow")

@@ -39,7 +39,7 @@ class Config(tk.config.RunConfig):
     beta: float | None = tk.config.option(None, attrs.validators.optional(tk.config.positive))
     """The factor of the log-ratios (ORPO: of the odds ratio); by default 0.1, for SimPO 2."""
     eval_every: int = tk.config.option(60, tk.config.non_negative, on_resume="allow")
-    """Evaluate on held-out pairs before, every so many steps, and at the end; 0: never."""
+    """Steps between evaluations on held-out pairs, with one at both ends; 0 for none."""
     batch: tk.config.RowOptions = tk.config.RowOptions(row_length=512, rows=4, microbatch=2)
     optim: tk.config.OptimizerOptions = tk.config.OptimizerOptions(
         lr=1e-4,
@@ -206,8 +206,8 @@ def make_evaluator(cfg, ps, stages, held_out, others):
         batches = read(held_out)
         if others is not None:
             batches = add_kl(batches, measure_kl(ps, stages, read(others)))
-        found = tk.to_host(tk.evaluate(stages, batches, loss))
-        return {"loss": found.pop("preference"), **count, **found}
+        terms = tk.to_host(tk.evaluate(stages, batches, loss))
+        return {"loss": terms.pop("preference"), **count, **terms}
 
     return evaluate
 
@@ -258,7 +258,7 @@ def train(cfg, run, tokenizer, base, first):
         mismatched = tk.make_step_batch(
             others,
             other_rows_at,
-            attrs.evolve(batch.cursor, batch=batch.cursor.batch - 1),  # where this batch began
+            attrs.evolve(batch.cursor, batch=batch.cursor.batch - 1),  # where this batch started
             rows_per_microbatch=cfg.batch.microbatch,
             data_shard=ps.data_shard,
             device=ps.device,

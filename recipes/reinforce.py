@@ -32,7 +32,7 @@ class RolloutOptions:
     updates: int = attrs.field(default=2, validator=tk.config.positive)
     """Steps per rollout, each on a part of it; the last part is this many steps old."""
     max_new_tokens: int = attrs.field(default=4, validator=tk.config.positive)
-    """The longest answer; one that is cut off has no reward."""
+    """Tokens of the longest answer; a truncated one has a reward of 0."""
     clip: float = attrs.field(default=0.2, validator=tk.config.fraction)
     """PPO's clip range: the relative change of a token's probability that still adds gradient."""
     sampled: Path | None = tk.config.option(None, on_resume="allow")
@@ -56,7 +56,7 @@ class Config(tk.config.RunConfig):
     size: str = "tiny"
     """A named model size, of new weights; see trainkit.models.list_decoder_sizes."""
     eval_every: int = tk.config.option(40, tk.config.positive, on_resume="allow")
-    """Evaluate on held-out problems after the supervised steps, every so many, and at the end."""
+    """Steps between evaluations on held-out problems, from the end of the supervised steps on."""
     batch: tk.config.RowOptions = tk.config.RowOptions(
         row_length=64,
         rows=8,
@@ -384,7 +384,7 @@ def train(cfg, run, tokenizer, model, first, context):
 
 
 def open_base(cfg):
-    """Return the weights to begin with, the tokenizer, its name, the model and its context."""
+    """Return the weights to start with, the tokenizer, its name, the model and its context."""
     first = tk.checkpoint.find_initial_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
     if first.path:
         base = tk.hub.open_model(first.path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
