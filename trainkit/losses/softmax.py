@@ -90,7 +90,8 @@ def gather_words(logits: Tensor, axis: Axis) -> Tensor:
     if not isinstance(axis, VocabularyAxis) or len(set(axis.words)) == 1:
         return all_gather_replicated(logits, axis, dim=-1)
     padded = nn.functional.pad(logits, (0, axis.largest - logits.shape[-1]))
-    parts = all_gather_replicated(padded, axis, dim=-1).split(axis.largest, dim=-1)
+    gathered = all_gather_replicated(padded, axis, dim=-1)
+    parts = gathered.split(axis.largest, dim=-1)
     sized_parts = zip(parts, axis.words, strict=True)
     return torch.cat([x[..., :n] for x, n in sized_parts], dim=-1)
 
@@ -254,7 +255,8 @@ def whole_scores(parts: Sequence[Partial], axis: Axis) -> tuple[Tensor, Tensor]:
         >>> whole_scores(parts, SOLO)  # log 4
         (tensor([1.3863]), tensor([1.3863]))
     """
-    maxima, totals, picked = (torch.stack(x) for x in zip(*parts, strict=True))
+    fields = zip(*parts, strict=True)
+    maxima, totals, picked = (torch.stack(x) for x in fields)
     largest = all_max(maxima.amax(0), axis)
     # A partial sum is relative to its own maximum, and is scaled to that of all words.
     scaled_totals = totals * (maxima - largest).exp()
@@ -352,7 +354,8 @@ def own_words(
     local = ids - (before + first)
     own = (local >= 0) & (local < end - first)
     wrong = (ids != IGNORED_LABEL) & ((ids < 0) | (ids >= total))
-    return local.masked_fill(~own, 0).masked_fill(wrong, end - first), own
+    index = local.masked_fill(~own, 0)
+    return index.masked_fill(wrong, end - first), own
 
 
 def compute_scores(logits: Tensor, labels: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:

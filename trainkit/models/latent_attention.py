@@ -64,14 +64,14 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         """Map `[B, S, D]` to `[B, S, D]`; `attend`, that of a cache, replaces the module's own."""
         assert rotary is not None
-        plain, rotary_size, values = self.latents.plain, self.latents.rotary, self.latents.values
+        latents = self.latents
         # Down to the latents, [B, S, rank], and up to the heads of this rank, [B, S, H, *].
         q = self.wq(self.q_latent_norm(self.q_latent(x)))
         q = q.unflatten(-1, (-1, self.wq.head_size))
         kv = self.wkv(self.kv_latent_norm(self.kv_latent(x)))
         kv = kv.unflatten(-1, (-1, self.wkv.head_size))
-        q_plain, q_rotary = q.split([plain, rotary_size], -1)
-        k_plain, v = kv.split([plain, values], -1)
+        q_plain, q_rotary = q.split([latents.plain, latents.rotary], -1)
+        k_plain, v = kv.split([latents.plain, latents.values], -1)
         # One rotary part of the keys, [B, S, 1, R], for all heads of this rank.
         k_rotary = rotate(self.k_rotary(x).unsqueeze(2), *rotary)
         k_rotary = k_rotary.expand(-1, -1, q.shape[2], -1)

@@ -104,7 +104,9 @@ def _without(mixin: type, mixed: type) -> type:
         raise TypeError(f"take_out_: {mixed.__name__} does not have the mixin {mixin.__name__}")
     # A mixed class has two bases, the mixin and the class before it: a list, outermost first.
     outer, *rest = mixed.__bases__
-    return rest[0] if outer is mixin else mixed_class(outer, _without(mixin, rest[0]))
+    if outer is mixin:
+        return rest[0]
+    return mixed_class(outer, _without(mixin, rest[0]))
 
 
 def wrap_forward_(module: Any, wrap: Callable[[Forward], Forward]) -> None:

@@ -54,11 +54,14 @@ def rotary_frequencies(
 def _find_unscaled(frequencies: Tensor, scaling: YarnScaling, *, theta: float) -> Tensor:
     """Return YaRN's weight of each unscaled frequency: a ramp from 1 to 0 over the pairs."""
     head_dim = 2 * len(frequencies)
-    # Pair i turns original_length / (2 pi) * theta^(-2i / head_dim) times; solved for i.
-    first, last = (
-        head_dim * math.log(scaling.original_length / (2 * math.pi * turns)) / 2 / math.log(theta)
-        for turns in (scaling.beta_fast, scaling.beta_slow)
-    )
+
+    def find_pair(turns: float) -> float:
+        # Pair i turns original_length / (2 pi) * theta^(-2i / head_dim) times; solved for i.
+        inverse_frequency = scaling.original_length / (2 * math.pi * turns)
+        return head_dim * math.log(inverse_frequency) / 2 / math.log(theta)
+
+    first = find_pair(scaling.beta_fast)
+    last = find_pair(scaling.beta_slow)
     # The bounds, among them head_dim - 1 and not the last pair, are those of DeepSeek's code.
     first = max(math.floor(first), 0)
     last = min(math.ceil(last), head_dim - 1)
@@ -85,7 +88,9 @@ def rotary_table(
     cos, sin = angles.cos(), angles.sin()
     if factor != 1:
         cos, sin = cos * factor, sin * factor
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    cos = torch.cat((cos, cos), dim=-1)
+    sin = torch.cat((-sin, sin), dim=-1)
+    return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

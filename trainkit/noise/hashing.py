@@ -110,13 +110,21 @@ def hash_box(
     first = np.zeros(box.shape[:-1], np.uint64)
     for dim, (start, stride) in enumerate(zip(offset[:-1], strides[:-1], strict=True)):
         index = (start + np.arange(box.shape[dim], dtype=np.uint64)) * np.uint64(stride)
-        first += index.reshape([-1 if d == dim else 1 for d in range(box.ndim - 1)])
+        along_dim = [-1 if d == dim else 1 for d in range(box.ndim - 1)]
+        first += index.reshape(along_dim)
     first += np.uint64(offset[-1])
     # Bits and not values: 0.0 differs from -0.0, and NaN equals itself.
     bits = box.view(f"u{box.dtype.itemsize}").reshape(-1)
     bits.flags.writeable = False  # numba compiles a loop separately for writeable arrays
     key = np.uint64(make_key(name, *shape))
-    return int(_sum_hashes(key, bits, first.reshape(-1), np.uint64(1), box.shape[-1]))
+    total = _sum_hashes(
+        key,
+        bits,
+        first.reshape(-1),
+        np.uint64(1),  # elements of a row are adjacent in the full tensor, too
+        box.shape[-1],
+    )
+    return int(total)
 
 
 def hash_counters(counters: Mapping[str, int]) -> int:

@@ -88,7 +88,8 @@ def sum_documents(
     starts = add(((positions == 0) & (ids >= 0)).to(dtype))
     # One all-reduce for all sums. The gradient of a sum belongs to the tokens of every rank.
     stacked = torch.stack([*local_sums, add(mask.to(dtype)), starts])
-    *sums, tokens, exists = sum_grad(sum_forward(stacked, axis), axis).unbind()
+    summed = sum_grad(sum_forward(stacked, axis), axis)
+    *sums, tokens, exists = summed.unbind()
     return Documents(
         sums=dict(zip(columns, sums, strict=True)),
         tokens=tokens.detach(),
