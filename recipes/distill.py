@@ -305,7 +305,7 @@ def plan_runs(cfg):
 
 
 def main(argv=None):
-    """Read the configuration, refuse what does not fit, train the twin and the student."""
+    """Read the configuration, check it, and train the twin and the student."""
     cfg = tk.config.load_config(Config, argv)
     # The teacher decides the tokenizer: both models need one vocabulary.
     base = tk.hub.open_model(
@@ -322,7 +322,7 @@ def main(argv=None):
     # Both models must fit the layout.
     for model in (choose_student(cfg, base.config.vocab_size), base.config):
         tk.parallel.check_layout(cfg.layout, model, cfg.batch)
-    # Two runs in one process: the twin is complete, or stopped, before the student begins.
+    # Two runs in one process: the twin is complete, or stopped, before the student starts.
     for each in plan_runs(cfg):
         with tk.open_run(
             each.out,

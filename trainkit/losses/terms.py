@@ -522,7 +522,7 @@ def _weigh_totals(
 ) -> Tensor | Mapping[str, Tensor]:
     """Return the weighted sum of totals; by name if one is, with single sums under `shared`."""
     single = [weight * total for total, weight in totals if not isinstance(total, Mapping)]
-    # sum() would begin with the integer 0, an addition more.
+    # sum() would start with the integer 0, an addition more.
     sums = {shared: sum(single[1:], single[0])} if single else {}
     if len(single) == len(totals):
         return sums[shared]

@@ -128,7 +128,7 @@ def rounded_rows(
     round two tensors independently, one with the upper half and one with the lower half.
 
     Args:
-        x: fp32, flat: row after row of a box; it may begin and end inside of one.
+        x: fp32, flat: row after row of a box; it may start and end inside of one.
         keys: From `rounding_keys` or `keys_at`, of all rows of the box, on the device of `x`.
         columns: The length of a row of the box.
         begin: The index of `x[0]` in the flat box.
@@ -148,8 +148,8 @@ def rounded_rows(
     """
     # Flat indices in the box, from which follow the row and the column in the full tensor.
     index = torch.arange(begin, begin + x.numel(), device=x.device)
-    noise = keys[index // columns].to(torch.int64)
-    noise = _mix_32(noise + (index % columns + first) * GOLDEN_32)
+    # One expression, which frees its int64 tensors at once: shards may be large.
+    noise = _mix_32(keys[index // columns].to(torch.int64) + (index % columns + first) * GOLDEN_32)
     noise = (noise ^ (noise >> 16)) & 0xFFFF if lower else noise >> 16
     bits = x.view(torch.int32) + noise.to(torch.int32)
     high = (bits >> 16).to(torch.int16).view(torch.bfloat16)

@@ -152,7 +152,7 @@ def accuracy(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """
     if not records:
         raise DataError("accuracy: there is no question")
-    # Ties and truncated contexts are counted beside it: with many, the figure says little.
+    # Ties and truncated contexts are reported with it: with many, the figure says little.
     correct = {
         name: sum(record["best"][name] == record["answer"] for record in records) / len(records)
         for name in MEASURES

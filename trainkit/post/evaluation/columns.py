@@ -76,7 +76,7 @@ def make_top_k_columns(score: TopKScorer, top_k: int) -> tuple[dict[str, Column]
             {"teacher_ids": ids, "teacher_logprobs": logprobs} for ids, logprobs in score(examples)
         ]
 
-    # 8 bytes per word: k of them for each token may exceed the corpus itself.
+    # k words of 8 bytes for each token, a multiple of the corpus itself.
     columns = {
         "teacher_ids": Column("int32", (top_k,)),
         "teacher_logprobs": Column("float32", (top_k,)),

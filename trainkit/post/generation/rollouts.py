@@ -428,7 +428,7 @@ def make_answer_reader(
                 f"make_answer_reader: rollout {index} needs answers {start} to {end - 1}, but the "
                 f"iterator is at {position}; give a list, or start again"
             )
-        # Skips to the rollout; `position` counts what there was, if the records end before it.
+        # Skips to the rollout; `position` counts the records, also if they end before it.
         position += sum(1 for _ in islice(iterator, start - position))
         selected = [*islice(iterator, size)]
         position += len(selected)
