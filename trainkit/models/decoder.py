@@ -257,7 +257,14 @@ def _call(module: nn.Module, x: Tensor, **kwargs: Any) -> Any:
     return module(x, **kwargs)
 
 
-def _drop(x: Tensor, noise_key: Tensor | None, *, of: Block | None, name: str, p: float) -> Tensor:
+def _drop(
+    x: Tensor,
+    noise_key: Tensor | None,
+    *,
+    of: Block | None,
+    name: str,
+    p: float,
+) -> Tensor:
     """Apply dropout to the residual stream, whose features are all on every rank."""
     if noise_key is None or p == 0:
         return x
@@ -268,7 +275,13 @@ def _drop(x: Tensor, noise_key: Tensor | None, *, of: Block | None, name: str, p
     return _apply_dropout(x, noise_key, of, name, p)
 
 
-def _apply_dropout(x: Tensor, noise_key: Tensor, of: Block | None, name: str, p: float) -> Tensor:
+def _apply_dropout(
+    x: Tensor,
+    noise_key: Tensor,
+    of: Block | None,
+    name: str,
+    p: float,
+) -> Tensor:
     # The layer's name in the whole model, so that a pipeline stage draws the same noise.
     full_name = name if of is None else f"{of.name}.{name}"
     return counters.dropout(x, noise_key, name=full_name, p=p, width=x.shape[-1])

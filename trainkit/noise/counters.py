@@ -137,7 +137,12 @@ def uniform_symmetric(
     return _fill_box(_fill_symmetric, key, shape, offset)
 
 
-def _fill_box(fill: Any, key: int, shape: Sequence[int], offset: Sequence[int] | None) -> Tensor:
+def _fill_box(
+    fill: Any,
+    key: int,
+    shape: Sequence[int],
+    offset: Sequence[int] | None,
+) -> Tensor:
     # A scalar is a row of one element.
     shape_ = tuple(shape) or (1,)
     offset_ = tuple(offset or (0,) * max(len(shape), 1))

@@ -61,7 +61,13 @@ def make_key(*parts: int | str) -> int:
 
 
 @jit
-def _sum_hashes(key: np.uint64, bits: Any, first: Any, stride: Any, inner: int) -> np.uint64:
+def _sum_hashes(
+    key: np.uint64,
+    bits: Any,
+    first: Any,
+    stride: Any,
+    inner: int,
+) -> np.uint64:
     """Sum mix(mix(key + index) + bits); `first` holds each row's index, `inner` its length."""
     total = np.uint64(0)
     for row in range(first.size):

@@ -311,7 +311,12 @@ def _read_logprobs(record: Mapping[str, Any], ids: Sequence[int], index: int) ->
     return [*values]
 
 
-def _read_ids(record: Mapping[str, Any], name: str, vocab_size: int, index: int) -> list[int]:
+def _read_ids(
+    record: Mapping[str, Any],
+    name: str,
+    vocab_size: int,
+    index: int,
+) -> list[int]:
     values = record[name]
     # A text is a Sequence, too. `type(x) is int`, since true is an instance of int.
     is_list = isinstance(values, Sequence) and not isinstance(values, str)
