@@ -95,7 +95,7 @@ class CachedCall:
         '7'
     """
 
-    # Generation tells by the type whether a call can use a cache.
+    # Generation sees from the type whether a call can use a cache.
     call: Call
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:

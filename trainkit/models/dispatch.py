@@ -115,7 +115,7 @@ def ep_dispatch(
         last = len(order) - others.sum(0, keepdim=True)
         counts = torch.cat([others, last])
         return Dispatched(rows, counts, Route(order, inverse))
-    # Each rank tells the others how many rows it sends to each of their experts.
+    # Each rank sends the others the numbers of rows for each of their experts.
     equal = [len(counts) // axis.count] * axis.count
     arriving = all_to_all_rows(counts, axis, sent=equal, received=equal, length=len(counts))
     both = torch.stack([counts, arriving]).unflatten(1, (axis.count, -1))

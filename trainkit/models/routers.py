@@ -256,9 +256,9 @@ def apply_capacity(routing: Routing, capacity: Tensor | int) -> Routing:
     by_expert = flat.sort(stable=True)
     starts = torch.cat([routing.counts.new_zeros(1), routing.counts.cumsum(0)])
     position = torch.arange(len(flat), device=flat.device) - starts[by_expert.values]
-    is_kept = torch.empty_like(flat, dtype=torch.bool)
-    is_kept[by_expert.indices] = position < capacity
-    is_dropped = ~is_kept.view_as(routing.indices)
+    is_within = torch.empty_like(flat, dtype=torch.bool)
+    is_within[by_expert.indices] = position < capacity
+    is_dropped = ~is_within.view_as(routing.indices)
     return routing._replace(
         weights=routing.weights.masked_fill(is_dropped, 0),
         indices=routing.indices.masked_fill(is_dropped, len(routing.counts)),

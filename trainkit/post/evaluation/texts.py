@@ -87,7 +87,7 @@ def make_text_item(
         >>> make_text_item({"text": "two words"}, make_byte_tokenizer(), context=64).metadata
         {'tokens': 9, 'words': 2, 'bytes': 9}
     """
-    # The fields tell which of the two kinds a record is.
+    # Which of the two kinds a record is follows from its fields.
     if "continuation" in record:
         if field in record:
             raise DataError(
