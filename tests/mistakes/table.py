@@ -752,8 +752,8 @@ MISTAKES = [
         (
             "routers.py",
             "an expert takes one token more than it has room for",
-            "    is_kept[by_expert.indices] = position < capacity",
-            "    is_kept[by_expert.indices] = position <= capacity",
+            "    is_within[by_expert.indices] = position < capacity",
+            "    is_within[by_expert.indices] = position <= capacity",
             "tests/models/test_routers.py tests/models/test_experts.py",
         ),
         (
