@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from trainkit import health
-from trainkit.collectives import all_gather_objects, run_on_all_ranks
+from trainkit.collectives import run_on_all_ranks
 from trainkit.data.concat import fingerprint
 from trainkit.data.packed import make_data_facts
 from trainkit.files import atomic_write, format_toml, print_to_stderr
@@ -34,16 +34,19 @@ from trainkit.metrics import (
     make_step_records,
     model_flops_utilization,
     peak_flops,
-    read_memory_stats,
+    recomputed_flops,
 )
 from trainkit.models.config import DecoderConfig
 from trainkit.optim.combine import use_averaged_parameters
 from trainkit.parallel.describe_run import describe_run
 from trainkit.parallel.parameters import modules_of
+from trainkit.parallel.recompute import get_recompute_mode
+from trainkit.phases import PhaseTimes, as_phase, measure_phase, record_phases
 from trainkit.run.config import config_to_dict, make_config_facts, make_resume_rules
 from trainkit.run.directory import make_run_dir
 from trainkit.run.errors import EXIT_SAVED, report_errors
 from trainkit.run.garbage import Collect, collect_manually
+from trainkit.run.inventory import RankMemory, gather_inventory, measure_startup
 from trainkit.run.lock import lock_run
 from trainkit.run.log import make_logger, print_warning
 from trainkit.run.plots.load import plot_expert_load
@@ -94,6 +97,7 @@ _SOFTWARE = "software"  # a fact that may change, as people edit their recipes; 
 # Paths and names: they may change on resume, since hashes compare the contents.
 _NAMES_ONLY = ("files", "context", "base_from")
 _LOG_EVERY = 10  # steps between two reads of the metrics, where the host waits for a device
+_MEMORY_EVERY = 10  # steps between two looks at the memory of all ranks
 
 Evaluate = Callable[[], Mapping[str, float]]
 """`Evaluate() -> {name: value}`: one evaluation, with a `loss` and the number of its `tokens`,
@@ -157,9 +161,11 @@ def open_run(
     config = config_to_dict(config) if attrs.has(type(config)) else config
     folder = Path(run_dir)
     progress = SaveProgress()
+    started = measure_startup()
     if numerics is not None:
         set_numerics(numerics)
     with (
+        record_phases() as times,
         report_errors(),
         trap_signals() as stop_reason,
         parallel_session(
@@ -169,6 +175,7 @@ def open_run(
             stop_reason=stop_reason,
         ) as ps,
     ):
+        connected = times.read()
         run_on_all_ranks(lambda: str(make_run_dir(folder)), ps.world)
         with (
             lock_run(folder, ps.world) as renew_lock,
@@ -192,6 +199,11 @@ def open_run(
                 timeouts=timeouts,
                 config=config,
                 progress=progress,
+                times=times,
+                startup={
+                    **({} if started is None else {"imports": started}),
+                    "connect": sum(connected.values()),
+                },
             )
             _check_start(run, numerics)
             yield run
@@ -246,7 +258,17 @@ class Run:
     """What `resume` logged."""
 
     flops_per_token: float | None = None
-    """The mean over the rows, for the metric `mfu`; `resume` sets it if it knows model and rows."""
+    """The model's, a mean over the rows, for the metric `mfu`; `resume` sets it where model and
+    rows are known."""
+
+    hardware_flops_per_token: float | None = None
+    """The same with the operations that recomputation repeats, for the metric `hfu`."""
+
+    times: PhaseTimes = attrs.field(factory=PhaseTimes)
+    """Seconds by phase, since they were read last."""
+
+    startup: Mapping[str, float] = attrs.field(factory=dict)
+    """Seconds of the phases of the start that are over when `open_run` yields."""
 
     def log(self, message: str) -> None:
         """Print a message on the first rank."""
@@ -267,6 +289,7 @@ class Run:
         """
         self.log(describe_run(stages, rows, rows_per_step=rows_per_step, precision=precision))
 
+    @as_phase("resume")
     def resume(
         self,
         stages: Iterable[nn.Module] | nn.Module,
@@ -341,7 +364,9 @@ class Run:
         )
         self.log("\n".join(self.resume_messages) or "starting from scratch")
         self._write_config()
-        self.flops_per_token = _count_flops_per_token(model, rows, stages)
+        self.flops_per_token, self.hardware_flops_per_token = _count_flops_per_token(
+            model, rows, stages
+        )
         return state
 
     def _write_config(self) -> None:
@@ -400,6 +425,11 @@ class Run:
         peak = logging.peak_flops
         if peak is None and device.type == "cuda":
             peak = peak_flops(torch.cuda.get_device_name(device))
+        if peak is None and self.flops_per_token is not None:
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this processor"
+            self.log(f"no mfu: the peak of {name} is not known; --logging.peak-flops gives it")
+        if logging.sync_phases and device.type != "cpu":
+            self.times.wait = partial(torch.accelerator.synchronize, device)
         if state.step >= steps:
             self.log(
                 f"the run in {self.dir} is complete at step {state.step}; --steps takes it further"
@@ -412,8 +442,8 @@ class Run:
             checkpoints=checkpoints or checkpoint.CheckpointOptions(),
             log_every=logging.log_every or default_interval,
             policy=policy or health.Policy(),
-            flops_per_token=self.flops_per_token,
             peak_flops=peak,
+            memory=RankMemory(device, self.ps.world),
             current=state,
             first_step=state.step,
         ).open(
@@ -473,9 +503,8 @@ class Loop:
     _checkpoints: checkpoint.CheckpointOptions
     _log_every: int
     _policy: health.Policy
-    # For the metric `mfu`: the model's FLOPs per token, and FLOP/s of one device; None if unknown.
-    _flops_per_token: float | None
-    _peak_flops: float | None
+    _peak_flops: float | None  # FLOP/s of one device, None if unknown
+    _memory: RankMemory
     # The state of the stages and the optimizer, as far as the loop knows it. It is consistent until
     # the next optimizer step starts, which writes parameters and moments one by one and is followed
     # by the counters: see `_find_unsaved`.
@@ -499,7 +528,7 @@ class Loop:
     _last_step: int = 0
     _optimizer_steps: int = 0
     _optimizer_steps_of_current: int = 0
-    _memory: dict[str, int] = attrs.field(factory=dict)  # of this rank, when measured last
+    _memory_step: int | None = None  # at which the ranks' memory was gathered last
 
     @contextlib.contextmanager
     def open(self, replay: ForwardBackward, sinks: Mapping[str, OpenSink]) -> Iterator[Loop]:
@@ -534,6 +563,12 @@ class Loop:
                 step=self._first_step,
                 messages=run.resume_messages,
                 software=run.software,
+            )
+            self._write_event("startup", phases={**run.startup, **run.times.read()})
+            self._write_event(
+                "host",
+                hosts=gather_inventory(run.ps.device, run.ps.world),
+                layout=run.ps.degrees,
             )
             counting = self._optimizer.register_step_pre_hook(count)
             try:
@@ -573,15 +608,17 @@ class Loop:
             progress=run.progress,
         )
 
+    @as_phase("log")
     def record(
         self, state: TrainState, metrics: Mapping[str, Tensor | float], batch: StepBatch
     ) -> TrainState:
         """Write the metrics of a step, check them, and return the state to continue with.
 
-        It waits for the metrics (`make_step_records`), adds the first rank's memory and `mfu`
-        (`read_memory_stats`, `model_flops_utilization`), writes them (`open_run_sinks`), and skips,
-        rolls back or ends as the policy says (`make_guard`). So it may return an earlier state.
-        After the first step an event "memory" has the peak of every rank.
+        It waits for the metrics (`make_step_records`), adds what the step cost: seconds by phase
+        (`PhaseTimes`), `mfu` and `hfu` (`model_flops_utilization`), and the memory of the rank that
+        has the highest peak (`RankMemory`, gathered every 10 steps). It writes them
+        (`open_run_sinks`), and skips, rolls back or ends as the policy says (`make_guard`). So it
+        may return an earlier state. After the first step an event "memory" has every rank's peak.
 
         With `LoggingOptions.log_every` above 1 it does so for that many steps at once, after the
         first step, and before anything else happens between two steps. Other steps do not wait for
@@ -606,18 +643,21 @@ class Loop:
         if is_first:  # a save that cannot succeed is refused here, not many steps later
             check_savable(state, self._stages, self._optimizer, run.ps)
         self._pending.append((state, metrics))
+        if self._memory_step is None or state.step - self._memory_step >= _MEMORY_EVERY:
+            self._memory.gather()
+            self._memory_step = state.step
         # The time of the next steps starts here: these are queued on the device already.
         run.phase(f"step {state.step + 1}", allow=self._log_every * run.timeouts.step_timeout)
         self._has_recorded = True
         state = self._read_pending(state)
-        if is_first:  # the peak of every rank: the lines of steps have the first rank's alone
-            peaks = all_gather_objects(self._memory["memory_peak"], run.ps.world)
+        if is_first:
+            peaks = self._memory.read_peaks()
             self._write_event("memory", step=state.step, memory_peak=peaks)
             if len(peaks) > 1:
                 peak = max(peaks)
                 run.log(
                     f"memory: at most {peak / 2**30:.2f} GiB on a rank so far, on rank "
-                    f"{peaks.index(peak)}; metrics.jsonl has that of rank 0"
+                    f"{peaks.index(peak)}"
                 )
         return state
 
@@ -638,7 +678,7 @@ class Loop:
             return checked  # the state to evaluate was rolled back
         state = checked
         self._run.phase("evaluation", allow=self._run.timeouts.start_timeout)
-        with use_averaged_parameters(self._optimizer):
+        with measure_phase("evaluate"), use_averaged_parameters(self._optimizer):
             results = evaluator()
         state = health.stop_if_diverged(state, results["loss"])
         score = results.get("score", results["loss"])
@@ -673,8 +713,10 @@ class Loop:
         if is_saved:
             state = self._read_pending(state)
             self._last_saved = state.step
-            self._save(state, self._get_score(state.step))
-        self._collect(idle=is_saved)
+            with measure_phase("save"):
+                self._save(state, self._get_score(state.step))
+        with measure_phase("garbage"):
+            self._collect(idle=is_saved)
         self._last_step = state.step
         if not self._pending:
             self._step_start = time.perf_counter()
@@ -728,22 +770,9 @@ class Loop:
         self._current = None  # a roll-back writes parameters: until it is over, nothing is whole
         newest_health = steps[0][0].health if steps else state.health
         records = make_step_records([metrics for _, metrics in steps], begin=self._step_start)
-        if steps:
-            device = self._run.ps.device
-            memory = read_memory_stats(device)
-            if device.type == "cpu":  # the peak of the whole process never falls
-                before = self._memory.get("memory_peak", 0)
-                memory["memory_peak"] = max(before, memory["memory_peak"])
-            self._memory = memory
+        costs = self._measure_costs(len(steps))
         for (at_step, _), record in zip(steps, records, strict=True):
-            if self._flops_per_token and self._peak_flops and "tokens_processed" in record:
-                record["mfu"] = model_flops_utilization(
-                    self._flops_per_token * record["tokens_processed"],
-                    record["seconds"],
-                    peak=self._peak_flops,
-                    devices=self._run.ps.world.count,
-                )
-            record.update(self._memory)
+            record.update(costs | self._measure_utilization(record))
             self._write_metrics(at_step.step, record)
             # Counts of bad steps come from the steps checked before this one; the loss scale, which
             # moves on the device in every step, from the step itself.
@@ -760,6 +789,33 @@ class Loop:
             newest_health = checked.health
         scaled = health.copy_loss_scale(state.health, newest_health)
         return self._set_current(attrs.evolve(state, health=scaled))
+
+    def _measure_costs(self, steps: int) -> dict[str, float]:
+        """Return what each of some steps cost: the time, seconds by phase, and memory."""
+        if not steps:
+            return {}
+        # What follows a step, as an evaluation does, counts for the next line: over all lines the
+        # phases add up to the time of the run.
+        seconds = self._run.times.read().items()
+        phases = {f"seconds/{phase}": value / steps for phase, value in seconds}
+        return {"time": time.time(), **phases, **self._memory.read()}
+
+    def _measure_utilization(self, record: Mapping[str, Any]) -> dict[str, float]:
+        """Return `mfu` and `hfu` of a step, where the operations and the peak are known."""
+        known = {"mfu": self._run.flops_per_token, "hfu": self._run.hardware_flops_per_token}
+        tokens = record.get("tokens_processed")
+        if tokens is None or self._peak_flops is None:
+            return {}
+        return {
+            name: model_flops_utilization(
+                flops_per_token * tokens,
+                record["seconds"],
+                peak=self._peak_flops,
+                devices=self._run.ps.world.count,
+            )
+            for name, flops_per_token in known.items()
+            if flops_per_token is not None
+        }
 
     def _find_unsaved(self, error: BaseException) -> UnsavedState | None:
         """Return the state to save when an error ends the run; None if it is saved or torn.
@@ -807,13 +863,17 @@ class Loop:
 
 def _count_flops_per_token(
     model: Any, rows: PackedCorpus | None, stages: Sequence[nn.Module]
-) -> float | None:
-    """Return the mean over the rows, or None if it is unknown."""
+) -> tuple[float | None, float | None]:
+    """Return the model's operations for a token and the hardware's, None where unknown."""
     # With frozen parameters the backward pass costs less than the formula says.
     is_trained = all(p.requires_grad for stage in stages for p in stage.parameters())
     if rows is None or not isinstance(model, DecoderConfig) or not is_trained:
-        return None
-    return decoder_flops(model, rows.bins.lengths) / max(int(rows.bins.lengths.sum()), 1)
+        return None, None
+    lengths = rows.bins.lengths
+    tokens = max(int(lengths.sum()), 1)
+    flops = decoder_flops(model, lengths)
+    repeated = recomputed_flops(model, lengths, get_recompute_mode(stages))
+    return flops / tokens, None if repeated is None else (flops + repeated) / tokens
 
 
 def gather_facts(

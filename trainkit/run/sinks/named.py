@@ -30,6 +30,10 @@ class LoggingOptions:
     )
     """FLOP/s of one device, for mfu in metrics.jsonl; by default the bf16 peak of a known GPU."""
 
+    sync_phases: bool = False
+    """Wait for the device after each phase of a step, so that seconds by phase are the device's.
+    The run is slower meanwhile."""
+
 
 def named_sinks(
     names: Iterable[str], run_dir: str | Path, *, config: Mapping[str, Any] | None = None
