@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -161,6 +162,13 @@ def open_run(
     config = config_to_dict(config) if attrs.has(type(config)) else config
     folder = Path(run_dir)
     progress = SaveProgress()
+    notices: deque[str] = deque()
+
+    def warn(message: str) -> None:
+        # On the thread of the watch, which must not wait for a disk: the loop makes the events.
+        print_to_stderr(message)
+        notices.append(message)
+
     started = measure_startup()
     if numerics is not None:
         set_numerics(numerics)
@@ -188,6 +196,7 @@ def open_run(
                 grace=timeouts.grace,
                 renew_lock=renew_lock,
                 count_written=lambda: progress.parts,
+                log=warn,
             ) as phase,
             open_stop_vote(stop_reason, ps.world) as stopping,
         ):
@@ -199,6 +208,7 @@ def open_run(
                 timeouts=timeouts,
                 config=config,
                 progress=progress,
+                notices=notices,
                 times=times,
                 startup={
                     **({} if started is None else {"imports": started}),
@@ -263,6 +273,9 @@ class Run:
 
     hardware_flops_per_token: float | None = None
     """The same with the operations that recomputation repeats, for the metric `hfu`."""
+
+    notices: deque[str] = attrs.field(factory=deque)
+    """What the watch warned of, as of a slow rank, and no event has yet."""
 
     times: PhaseTimes = attrs.field(factory=PhaseTimes)
     """Seconds by phase, since they were read last."""
@@ -650,6 +663,8 @@ class Loop:
         run.phase(f"step {state.step + 1}", allow=self._log_every * run.timeouts.step_timeout)
         self._has_recorded = True
         state = self._read_pending(state)
+        while run.notices:
+            self._write_event("warning", step=state.step, what=run.notices.popleft())
         if is_first:
             peaks = self._memory.read_peaks()
             self._write_event("memory", step=state.step, memory_peak=peaks)
