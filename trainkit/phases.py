@@ -30,6 +30,9 @@ class PhaseTimes:
     wait: Callable[[], None] | None = None
     """Called at the end of every phase, to wait for the device; None lets the host run ahead."""
 
+    mark: Callable[[str | None], None] | None = None
+    """Called with the name of a phase that begins, and with None where one ends, by a profiler."""
+
     _seconds: dict[str, float] = attrs.field(factory=dict)
     _phases: list[str] = attrs.field(factory=lambda: [OTHER])  # from the outermost to the current
     _since: float = attrs.field(init=False)
@@ -54,11 +57,15 @@ class PhaseTimes:
         """Count the seconds from now on for a phase, and no longer for the one around it."""
         self._add()
         self._phases.append(name)
+        if self.mark is not None:
+            self.mark(name)
 
     def leave(self) -> None:
         """Count the seconds from now on for the phase around the current one."""
         if self.wait is not None:
             self.wait()
+        if self.mark is not None:
+            self.mark(None)
         self._add()
         self._phases.pop()
 
@@ -127,6 +134,11 @@ def as_phase(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         return measured
 
     return decorate
+
+
+def get_phase_times() -> PhaseTimes | None:
+    """Return the recorder of the process, or None."""
+    return _recorder
 
 
 @contextmanager

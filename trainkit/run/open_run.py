@@ -46,12 +46,14 @@ from trainkit.phases import PhaseTimes, as_phase, measure_phase, record_phases
 from trainkit.run.config import config_to_dict, make_config_facts, make_resume_rules
 from trainkit.run.directory import make_run_dir
 from trainkit.run.errors import EXIT_SAVED, report_errors
+from trainkit.run.find_nan import find_first_nan
 from trainkit.run.garbage import Collect, collect_manually
 from trainkit.run.inventory import RankMemory, gather_inventory, measure_startup
 from trainkit.run.lock import lock_run
 from trainkit.run.log import make_logger, print_warning
 from trainkit.run.plots.load import plot_expert_load
 from trainkit.run.plots.loss import plot_loss
+from trainkit.run.profiling import ProfileSteps, ProfileSummary, profile
 from trainkit.run.reproducible import set_numerics
 from trainkit.run.signals import StopReason, open_stop_vote, trap_signals
 from trainkit.run.sinks.jsonl import WriteEvent, compare_evaluations, fsync_jsonl, read_jsonl
@@ -457,6 +459,8 @@ class Run:
             policy=policy or health.Policy(),
             peak_flops=peak,
             memory=RankMemory(device, self.ps.world),
+            profile=ProfileSteps.parse(logging.profile) if logging.profile else None,
+            anomaly=logging.anomaly,
             current=state,
             first_step=state.step,
         ).open(
@@ -518,6 +522,8 @@ class Loop:
     _policy: health.Policy
     _peak_flops: float | None  # FLOP/s of one device, None if unknown
     _memory: RankMemory
+    _profile: ProfileSteps | None  # to profile next, or now
+    _anomaly: bool
     # The state of the stages and the optimizer, as far as the loop knows it. It is consistent until
     # the next optimizer step starts, which writes parameters and moments one by one and is followed
     # by the counters: see `_find_unsaved`.
@@ -529,6 +535,7 @@ class Loop:
     _save: Save = attrs.field(init=False)
     _guard: Guard = attrs.field(init=False)
     _collect: Collect = attrs.field(init=False)
+    _profiling: contextlib.ExitStack | None = None  # open while steps are profiled
     _step_start: float = attrs.field(factory=time.perf_counter)
     # Steps whose metrics have not been read yet, and the batch of the last of them.
     _pending: list[tuple[TrainState, Mapping[str, Tensor | float]]] = attrs.field(factory=list)
@@ -570,6 +577,7 @@ class Loop:
             ) as (self._write_metrics, self._write_event),
             self._open_saver(replay) as (self._save, self._guard),
             collect_manually() as self._collect,
+            find_first_nan() if self._anomaly else contextlib.nullcontext(),
         ):
             self._write_event(
                 "resume",
@@ -585,9 +593,11 @@ class Loop:
             )
             counting = self._optimizer.register_step_pre_hook(count)
             try:
+                self._switch_profiler(self._first_step)
                 yield self
             finally:
                 counting.remove()
+                self._stop_profiler()
             if self._pending:
                 self._read_pending(self._pending[-1][0])
             if self._stop_reason:
@@ -733,9 +743,49 @@ class Loop:
         with measure_phase("garbage"):
             self._collect(idle=is_saved)
         self._last_step = state.step
+        self._switch_profiler(state.step)
         if not self._pending:
             self._step_start = time.perf_counter()
         return self._stop_reason
+
+    def _switch_profiler(self, step: int) -> None:
+        """Start or stop the profiler after a step, if it is the time."""
+        steps = self._profile
+        if steps is None:
+            return
+        if self._profiling is not None and step >= steps.last:
+            self._stop_profiler()
+            self._profile = None
+        elif self._profiling is None and step + 1 == steps.first:
+            run = self._run
+            folder = run.dir / "profiles" / f"step_{steps.first:08d}"
+            self._profiling = contextlib.ExitStack()
+            self._profiling.enter_context(
+                profile(
+                    folder,
+                    rank=run.ps.world.index,
+                    device=run.ps.device,
+                    report=partial(self._report_profile, steps, folder),
+                )
+            )
+
+    def _stop_profiler(self) -> None:
+        if self._profiling is not None:
+            self._profiling.close()
+            self._profiling = None
+
+    def _report_profile(self, steps: ProfileSteps, folder: Path, summary: ProfileSummary) -> None:
+        self._run.log(f"profile of steps {steps.first} to {steps.last}: {summary}")
+        self._run.log(f"  a trace of each rank is in {folder}: open one in ui.perfetto.dev")
+        self._write_event(
+            "profile",
+            step=steps.last,
+            first=steps.first,
+            path=str(folder),
+            seconds=summary.seconds,
+            idle=summary.idle,
+            operations=[attrs.asdict(one) for one in summary.operations],
+        )
 
     def is_due(self, state: TrainState, every: int, *, since: int = 0) -> bool:
         """Return whether something is due that is done every so many steps, and after the last one.

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import attrs
 
+from trainkit.run.profiling import ProfileSteps
 from trainkit.run.sinks.tensorboard import open_tensorboard
 from trainkit.run.sinks.wandb import open_wandb
 from trainkit.types import ConfigError, OpenSink, positive
@@ -29,6 +30,14 @@ class LoggingOptions:
         default=None, validator=attrs.validators.optional(positive)
     )
     """FLOP/s of one device, for mfu in metrics.jsonl; by default the bf16 peak of a known GPU."""
+
+    profile: str | None = attrs.field(
+        default=None, validator=attrs.validators.optional(lambda *x: ProfileSteps.parse(x[-1]))
+    )
+    """The first and the last step to profile, as 10:13: a trace of each rank, in profiles."""
+
+    anomaly: bool = False
+    """Stop at the operation that first makes a NaN, and name it; every step is much slower."""
 
     sync_phases: bool = False
     """Wait for the device after each phase of a step, so that seconds by phase are the device's.
