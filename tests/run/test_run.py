@@ -14,6 +14,7 @@ import pytest
 import torch
 from recipe_runs import events, lines
 
+from trainkit import health
 from trainkit.data import PackedCorpus, make_corpus
 from trainkit.mesh import solo_parallel
 from trainkit.metrics import decoder_flops, recomputed_flops
@@ -236,6 +237,53 @@ def test_what_the_watch_warned_of_becomes_an_event(tmp_path):
             loop.record(attrs.evolve(state, step=1), metrics, StepBatch([], Cursor(1)))
     [event] = events(tmp_path, "warning")
     assert (event["step"], event["what"]) == (1, "watch: rank 1 is slower than the others")
+
+
+def diverge(folder, on_divergence, losses):
+    """Take a step of each loss; return the steps that were saved, and the exit code."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    policy = health.Policy(on_divergence=on_divergence, spike_after=999)
+    code = 0
+    try:
+        with open_run(folder, timeouts=TIMEOUTS) as run:
+            state = run.resume(model, optimizer)
+            with run.loop(
+                state, model, optimizer, steps=len(losses), replay=None, policy=policy
+            ) as loop:
+                for loss in losses[state.step :]:
+                    state = attrs.evolve(state, step=state.step + 1)
+                    metrics = {"loss": loss, "grad_norm": 1.0, "lr": 0.1, "tokens": 1}
+                    state = loop.record(state, metrics, StepBatch([], Cursor(1)))
+                    if loop.checkpoint(state):
+                        break
+    except SystemExit as end:
+        code = end.code
+    return [event["step"] for event in events(folder, "save")], code
+
+
+LOSSES = [3.0] * 12 + [9.0] * 4
+
+
+def test_a_training_loss_that_stays_high_saves_and_stops_or_only_stops_or_neither(tmp_path):
+    # The smoothed loss is a nat above its minimum from step 13 on, which is high three times by 15.
+    assert diverge(tmp_path / "save", "save", LOSSES) == ([15], 67)
+    assert diverge(tmp_path / "stop", "stop", LOSSES) == ([], 67)
+    assert diverge(tmp_path / "ignore", "ignore", LOSSES) == ([16], 0)
+    [event] = events(tmp_path / "save", "divergence")
+    assert event["step"] == 15
+    assert "the smoothed training loss is" in event["why"]
+
+
+def test_one_high_loss_is_no_divergence(tmp_path):
+    losses = [3.0] * 12 + [6.5] + [3.0] * 3
+    assert diverge(tmp_path, "stop", losses) == ([16], 0)
+
+
+def test_the_window_of_a_diverging_loss_goes_on_after_a_restart(tmp_path):
+    assert diverge(tmp_path, "stop", LOSSES[:14]) == ([14], 0)
+    assert diverge(tmp_path, "stop", LOSSES)[1] == 67
+    assert [event["step"] for event in events(tmp_path, "divergence")] == [15]
 
 
 class Remembers(torch.optim.SGD):

@@ -53,11 +53,11 @@ from trainkit.run.lock import lock_run
 from trainkit.run.log import make_logger, print_warning
 from trainkit.run.plots.load import plot_expert_load
 from trainkit.run.plots.loss import plot_loss
-from trainkit.run.profiling import ProfileSteps, ProfileSummary, profile
+from trainkit.run.profiling import ProfileSummary, profile
 from trainkit.run.reproducible import set_numerics
 from trainkit.run.signals import StopReason, open_stop_vote, trap_signals
 from trainkit.run.sinks.jsonl import WriteEvent, compare_evaluations, fsync_jsonl, read_jsonl
-from trainkit.run.sinks.named import LoggingOptions, named_sinks
+from trainkit.run.sinks.named import LoggingOptions, ProfileSteps, named_sinks
 from trainkit.run.sinks.open_run_sinks import open_run_sinks, summarize_run
 from trainkit.run.startup import check_ranks_agree, make_code_facts
 from trainkit.run.timeouts import Timeouts
@@ -545,6 +545,7 @@ class Loop:
     _best_step: int | None = None  # the step of the last evaluation, if it is one of the best
     _last_saved: int | None = None  # the step of the save that was started last
     _stop_reason: str | None = None
+    _divergence: str = ""  # why the training loss has diverged
     _last_step: int = 0
     _optimizer_steps: int = 0
     _optimizer_steps_of_current: int = 0
@@ -602,6 +603,8 @@ class Loop:
                 self._read_pending(self._pending[-1][0])
             if self._stop_reason:
                 self._write_event("stop", step=self._last_step, why=self._stop_reason)
+        if self._divergence:
+            raise self._make_divergence_error(self._last_step)
         if self._stop_reason:
             run.log(
                 f"stopped after step {self._last_step} ({self._stop_reason}); the same command "
@@ -730,8 +733,15 @@ class Loop:
         The ranks vote on whether to stop (`open_stop_vote`). A save is due every
         `CheckpointOptions.save_every` steps, when the run stops, and when the step's evaluation is
         among the `keep_best` best (`open_saver`). Then garbage is collected (`collect_manually`).
+
+        Raises:
+            NumericsError: The training loss has diverged, with `Policy.on_divergence`: here, or
+                when the block of the loop ends, after the save.
         """
-        self._stop_reason = self._run.stopping()
+        if self._divergence and self._policy.on_divergence == "stop":
+            raise self._make_divergence_error(state.step)
+        # With "save", the error is raised when the save has ended.
+        self._stop_reason = self._run.stopping() or self._divergence or None
         is_saved = bool(
             self._stop_reason or self._is_save_due(state) or self._best_step == state.step
         )
@@ -851,6 +861,7 @@ class Loop:
             if checked.step < at_step.step:
                 self._last_saved = checked.step
                 return self._set_current(checked)
+            checked = self._watch_divergence(checked, record)
             newest_health = checked.health
         scaled = health.copy_loss_scale(state.health, newest_health)
         return self._set_current(attrs.evolve(state, health=scaled))
@@ -881,6 +892,23 @@ class Loop:
             for name, flops_per_token in known.items()
             if flops_per_token is not None
         }
+
+    def _watch_divergence(self, state: TrainState, record: Mapping[str, Any]) -> TrainState:
+        """Look at the training loss over a window of steps, if the policy asks for it."""
+        if self._policy.on_divergence == "ignore" or record.get("skipped"):
+            return state
+        reason, memory = health.check_divergence(record["loss"], state.health, name="training")
+        if reason and not self._divergence:
+            self._divergence = reason
+            self._write_event("divergence", step=state.step, why=reason)
+        return attrs.evolve(state, health=memory)
+
+    def _make_divergence_error(self, step: int) -> NumericsError:
+        return NumericsError(
+            f"training has diverged by step {step}: {self._divergence}",
+            where=f"step {step}",
+            hint="look at the learning rate; --resume takes an earlier checkpoint",
+        )
 
     def _find_unsaved(self, error: BaseException) -> UnsavedState | None:
         """Return the state to save when an error ends the run; None if it is saved or torn.

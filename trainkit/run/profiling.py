@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -16,47 +15,9 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity
 
 from trainkit.phases import get_phase_times
-from trainkit.types import ConfigError
 
 _DEAREST = 10  # operations in the table
 _MEMORY_ENTRIES = 200_000  # allocations that a snapshot of CUDA's memory can hold
-
-
-@attrs.frozen
-class ProfileSteps:
-    """The steps of a run to profile, from the first to the last of them."""
-
-    first: int
-    last: int
-
-    @classmethod
-    def parse(cls, text: str) -> ProfileSteps:
-        """Return the steps of a text such as "10:13", or "10" for a single one.
-
-        Raises:
-            ConfigError: It is no such text, or ends before it begins.
-
-        Examples:
-            >>> ProfileSteps.parse("10:13"), ProfileSteps.parse("7")
-            (ProfileSteps(first=10, last=13), ProfileSteps(first=7, last=7))
-        """
-        match = re.fullmatch(r"([1-9][0-9]*)(?::([1-9][0-9]*))?", text)
-        if match is None:
-            raise ConfigError(
-                f"profile must name the first and the last step, such as 10:13, got {text!r}",
-                where="profile",
-                got=text,
-                want="FIRST:LAST",
-            )
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
-            raise ConfigError(
-                f"profile must not end before it begins, got {text!r}",
-                where="profile",
-                got=text,
-                want=f"{last}:{first}",
-            )
-        return cls(first, last)
 
 
 @attrs.frozen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -9,10 +10,46 @@ from typing import Any, Literal
 
 import attrs
 
-from trainkit.run.profiling import ProfileSteps
 from trainkit.run.sinks.tensorboard import open_tensorboard
 from trainkit.run.sinks.wandb import open_wandb
 from trainkit.types import ConfigError, OpenSink, positive
+
+
+@attrs.frozen
+class ProfileSteps:
+    """The steps of a run to profile, from the first to the last of them."""
+
+    first: int
+    last: int
+
+    @classmethod
+    def parse(cls, text: str) -> ProfileSteps:
+        """Return the steps of a text such as "10:13", or "10" for a single one.
+
+        Raises:
+            ConfigError: It is no such text, or ends before it begins.
+
+        Examples:
+            >>> ProfileSteps.parse("10:13"), ProfileSteps.parse("7")
+            (ProfileSteps(first=10, last=13), ProfileSteps(first=7, last=7))
+        """
+        match = re.fullmatch(r"([1-9][0-9]*)(?::([1-9][0-9]*))?", text)
+        if match is None:
+            raise ConfigError(
+                f"profile must name the first and the last step, such as 10:13, got {text!r}",
+                where="profile",
+                got=text,
+                want="FIRST:LAST",
+            )
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ConfigError(
+                f"profile must not end before it begins, got {text!r}",
+                where="profile",
+                got=text,
+                want=f"{last}:{first}",
+            )
+        return cls(first, last)
 
 
 @attrs.frozen(kw_only=True)
