@@ -98,30 +98,33 @@ def measure_startup() -> float | None:
 
 
 @attrs.define(eq=False)
-class RankMemory:
-    """The memory of all ranks, as it was when they gathered it last."""
+class RankReadings:
+    """The memory and the health of all ranks, as they were when they gathered them last."""
 
     device: torch.device
     axis: Axis
     _highest: int = 0
     _by_rank: torch.Tensor | None = None
 
-    def gather(self) -> None:
-        """Gather the memory of all ranks; `read` then waits for it.
+    def gather(self, signs: int = 0) -> None:
+        """Gather the memory of all ranks and their signs; what reads them then waits for it.
+
+        Args:
+            signs: What is wrong with the device or the host of this rank (`device_health.Sign`).
 
         Effects:
-            Communicates: an all-gather of three numbers on `axis`, through the host where it can.
+            Communicates: an all-gather of four numbers on `axis`, through the host where it can.
             Resets an accelerator's peak.
         """
         stats = read_memory_stats(self.device)
         peak = stats["memory_peak"]
         if self.device.type == "cpu":  # the peak of the whole process never falls
             peak = self._highest = max(self._highest, peak)
-        own = [stats["memory"], peak, stats.get("memory_reserved", 0)]
+        own = [stats["memory"], peak, stats.get("memory_reserved", 0), int(signs)]
         numbers = torch.tensor([own], device=get_comm_device(self.axis))
         self._by_rank = all_gather(numbers, self.axis, dim=0)
 
-    def read(self) -> dict[str, int]:
+    def read_memory(self) -> dict[str, int]:
         """Return the memory of the rank with the highest peak, in bytes, and its number.
 
         Returns:
@@ -130,22 +133,26 @@ class RankMemory:
 
         Examples:
             >>> from trainkit.mesh import solo_parallel
-            >>> memory = RankMemory(torch.device("cpu"), solo_parallel().world)
-            >>> memory.gather()
-            >>> sorted(memory.read())
+            >>> readings = RankReadings(torch.device("cpu"), solo_parallel().world)
+            >>> readings.gather()
+            >>> sorted(readings.read_memory())
             ['memory', 'memory_peak', 'memory_rank']
         """
         if self._by_rank is None:
             return {}
         rows = self._by_rank.tolist()
         worst = max(range(len(rows)), key=lambda rank: rows[rank][1])
-        memory, peak, reserved = rows[worst]
+        memory, peak, reserved, _ = rows[worst]
         reserves = {"memory_reserved": reserved} if reserved else {}
         return {"memory": memory, "memory_peak": peak, **reserves, "memory_rank": worst}
 
     def read_peaks(self) -> list[int]:
         """Return the peak of every rank, in bytes; [] before the first `gather`."""
         return [] if self._by_rank is None else self._by_rank[:, 1].tolist()
+
+    def read_signs(self) -> list[int]:
+        """Return the signs of every rank; [] before the first `gather`."""
+        return [] if self._by_rank is None else self._by_rank[:, 3].tolist()
 
 
 def _name_processor() -> str:

@@ -44,11 +44,12 @@ from trainkit.parallel.parameters import modules_of
 from trainkit.parallel.recompute import get_recompute_mode
 from trainkit.phases import PhaseTimes, as_phase, measure_phase, record_phases
 from trainkit.run.config import config_to_dict, make_config_facts, make_resume_rules
+from trainkit.run.device_health import describe_signs, watch_device
 from trainkit.run.directory import make_run_dir
 from trainkit.run.errors import EXIT_SAVED, report_errors
 from trainkit.run.find_nan import find_first_nan
 from trainkit.run.garbage import Collect, collect_manually
-from trainkit.run.inventory import RankMemory, gather_inventory, measure_startup
+from trainkit.run.inventory import RankReadings, gather_inventory, measure_startup
 from trainkit.run.lock import lock_run
 from trainkit.run.log import make_logger, print_warning
 from trainkit.run.plots.load import plot_expert_load
@@ -100,7 +101,7 @@ _SOFTWARE = "software"  # a fact that may change, as people edit their recipes; 
 # Paths and names: they may change on resume, since hashes compare the contents.
 _NAMES_ONLY = ("files", "context", "base_from")
 _LOG_EVERY = 10  # steps between two reads of the metrics, where the host waits for a device
-_MEMORY_EVERY = 10  # steps between two looks at the memory of all ranks
+_READ_EVERY = 10  # steps between two looks at the memory and the health of all ranks
 
 Evaluate = Callable[[], Mapping[str, float]]
 """`Evaluate() -> {name: value}`: one evaluation, with a `loss` and the number of its `tokens`,
@@ -458,7 +459,7 @@ class Run:
             log_every=logging.log_every or default_interval,
             policy=policy or health.Policy(),
             peak_flops=peak,
-            memory=RankMemory(device, self.ps.world),
+            readings=RankReadings(device, self.ps.world),
             profile=ProfileSteps.parse(logging.profile) if logging.profile else None,
             anomaly=logging.anomaly,
             current=state,
@@ -521,7 +522,7 @@ class Loop:
     _log_every: int
     _policy: health.Policy
     _peak_flops: float | None  # FLOP/s of one device, None if unknown
-    _memory: RankMemory
+    _readings: RankReadings
     _profile: ProfileSteps | None  # to profile next, or now
     _anomaly: bool
     # The state of the stages and the optimizer, as far as the loop knows it. It is consistent until
@@ -535,6 +536,7 @@ class Loop:
     _save: Save = attrs.field(init=False)
     _guard: Guard = attrs.field(init=False)
     _collect: Collect = attrs.field(init=False)
+    _read_signs: Callable[[], int] = attrs.field(init=False)
     _profiling: contextlib.ExitStack | None = None  # open while steps are profiled
     _step_start: float = attrs.field(factory=time.perf_counter)
     # Steps whose metrics have not been read yet, and the batch of the last of them.
@@ -549,7 +551,8 @@ class Loop:
     _last_step: int = 0
     _optimizer_steps: int = 0
     _optimizer_steps_of_current: int = 0
-    _memory_step: int | None = None  # at which the ranks' memory was gathered last
+    _read_step: int | None = None  # at which the readings of all ranks were gathered last
+    _reported: set[tuple[int, str]] = attrs.field(factory=set)  # ranks and what is wrong with them
 
     @contextlib.contextmanager
     def open(self, replay: ForwardBackward, sinks: Mapping[str, OpenSink]) -> Iterator[Loop]:
@@ -578,6 +581,7 @@ class Loop:
             ) as (self._write_metrics, self._write_event),
             self._open_saver(replay) as (self._save, self._guard),
             collect_manually() as self._collect,
+            watch_device(run.ps.device) as self._read_signs,
             find_first_nan() if self._anomaly else contextlib.nullcontext(),
         ):
             self._write_event(
@@ -642,7 +646,7 @@ class Loop:
 
         It waits for the metrics (`make_step_records`), adds what the step cost: seconds by phase
         (`PhaseTimes`), `mfu` and `hfu` (`model_flops_utilization`), and the memory of the rank that
-        has the highest peak (`RankMemory`, gathered every 10 steps). It writes them
+        has the highest peak (`RankReadings`, gathered every 10 steps). It writes them
         (`open_run_sinks`), and skips, rolls back or ends as the policy says (`make_guard`). So it
         may return an earlier state. After the first step an event "memory" has every rank's peak.
 
@@ -669,9 +673,10 @@ class Loop:
         if is_first:  # a save that cannot succeed is refused here, not many steps later
             check_savable(state, self._stages, self._optimizer, run.ps)
         self._pending.append((state, metrics))
-        if self._memory_step is None or state.step - self._memory_step >= _MEMORY_EVERY:
-            self._memory.gather()
-            self._memory_step = state.step
+        if self._read_step is None or state.step - self._read_step >= _READ_EVERY:
+            self._readings.gather(self._read_signs())
+            self._read_step = state.step
+            self._report_signs(state.step)
         # The time of the next steps starts here: these are queued on the device already.
         run.phase(f"step {state.step + 1}", allow=self._log_every * run.timeouts.step_timeout)
         self._has_recorded = True
@@ -679,7 +684,7 @@ class Loop:
         while run.notices:
             self._write_event("warning", step=state.step, what=run.notices.popleft())
         if is_first:
-            peaks = self._memory.read_peaks()
+            peaks = self._readings.read_peaks()
             self._write_event("memory", step=state.step, memory_peak=peaks)
             if len(peaks) > 1:
                 peak = max(peaks)
@@ -874,7 +879,7 @@ class Loop:
         # phases add up to the time of the run.
         seconds = self._run.times.read().items()
         phases = {f"seconds/{phase}": value / steps for phase, value in seconds}
-        return {"time": time.time(), **phases, **self._memory.read()}
+        return {"time": time.time(), **phases, **self._readings.read_memory()}
 
     def _measure_utilization(self, record: Mapping[str, Any]) -> dict[str, float]:
         """Return `mfu` and `hfu` of a step, where the operations and the peak are known."""
@@ -892,6 +897,15 @@ class Loop:
             for name, flops_per_token in known.items()
             if flops_per_token is not None
         }
+
+    def _report_signs(self, step: int) -> None:
+        """Warn of each rank whose device or host is sick, once for each sign."""
+        for rank, signs in enumerate(self._readings.read_signs()):
+            for what in describe_signs(signs):
+                if (rank, what) not in self._reported:
+                    self._reported.add((rank, what))
+                    self._write_event("health", step=step, rank=rank, what=what)
+                    self._run.log(f"warning: the device of rank {rank} may be sick: {what}")
 
     def _watch_divergence(self, state: TrainState, record: Mapping[str, Any]) -> TrainState:
         """Look at the training loss over a window of steps, if the policy asks for it."""
