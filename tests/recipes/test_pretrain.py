@@ -97,6 +97,9 @@ def test_a_run_leaves_what_the_design_says(whole):
     assert not counters & lines(out)[-1].keys()  # what never moves is no curve
     assert counters & events(out, "packing")[0].keys() == counters - {"eval/loss"}
     assert [event["step"] for event in events(out, "save")] == [3, 6, 8]
+    samples = events(out, "sample")
+    assert [event["step"] for event in samples] == [4, 8]
+    assert all(event["text"] in printed for event in samples)
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "step 8/8" in printed
     assert "def " in printed

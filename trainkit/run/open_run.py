@@ -819,6 +819,11 @@ class Loop:
         values = dict(facts or {})
         self._write_event(name, **(values if step is None else {"step": step} | values))
 
+    def show_sample(self, state: TrainState, text: str) -> None:
+        """Print what the model has written after a step, and add an event "sample" with it."""
+        self._run.log(text)
+        self._write_event("sample", step=state.step, text=text)
+
     def result(self, metric: str) -> None:
         """Add an event "result": the first and the last value of an evaluation, as "eval/loss".
 
