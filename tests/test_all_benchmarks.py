@@ -83,3 +83,12 @@ def test_a_script_that_breaks_is_no_missed_bound(tmp_path, capsys):
     (benchmarks / "quick.py").write_text("no_such_name\n")
     assert command.main(["--against", "none"], root=tmp_path) == 1
     assert "| quick | failed, 0 s |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", sorted(SCRIPT.parent.rglob("*.py")), ids=lambda path: path.stem)
+def test_a_benchmark_imports_what_there_is(path, monkeypatch):
+    """Some measure private functions, whose names change."""
+    monkeypatch.syspath_prepend(path.parent)  # one takes its model from another
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    spec = importlib.util.spec_from_file_location(f"benchmark_{path.stem}", path)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
