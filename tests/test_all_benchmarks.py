@@ -2,6 +2,7 @@
 
 import importlib.util
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,7 @@ def test_a_script_that_breaks_is_no_missed_bound(tmp_path, capsys):
 @pytest.mark.parametrize("path", sorted(SCRIPT.parent.rglob("*.py")), ids=lambda path: path.stem)
 def test_a_benchmark_imports_what_there_is(path, monkeypatch):
     """Some measure private functions, whose names change."""
+    monkeypatch.setattr(sys, "argv", [str(path)])  # where one reads it
     monkeypatch.syspath_prepend(path.parent)  # one takes its model from another
     monkeypatch.syspath_prepend(SCRIPT.parent)
     spec = importlib.util.spec_from_file_location(f"benchmark_{path.stem}", path)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainkit.collectives import all_gather, all_gather_objects, get_comm_device
 from trainkit.parallel.parameters import COPY_SUFFIX, get_local_box, get_named_parameters
-from trainkit.types import ParallelState
+from trainkit.types import SOLO, Axis
 
 _SQUARES, _LARGEST, _ZEROS, _NONFINITE, _COUNT = range(5)  # the columns of a table
 
@@ -40,7 +40,11 @@ WriteLayers = Callable[[str, LayerStatistics], None]
 
 
 def measure_tensors(
-    tensors: Mapping[str, Tensor], ps: ParallelState, *, names: Sequence[str] | None = None
+    tensors: Mapping[str, Tensor],
+    *,
+    axis: Axis = SOLO,
+    replica: int = 0,
+    names: Sequence[str] | None = None,
 ) -> LayerStatistics:
     """Return statistics of tensors that are sharded in any layout, with one collective.
 
@@ -49,36 +53,35 @@ def measure_tensors(
 
     Args:
         tensors: This rank's tensors by their names in the whole model, plain or DTensors.
-        ps: The layout.
+        axis: All ranks, `ps.world`.
+        replica: The number of this rank's copy of a tensor that is no DTensor; copy 0 counts.
         names: All names, equal on all ranks; by default they are gathered, with two collectives
             more. See `gather_names`.
 
     Effects:
-        Communicates on `ps.world`, and waits for the device.
+        Communicates on `axis`, and waits for the device.
 
     Examples:
-        >>> from trainkit.mesh import solo_parallel
         >>> x = torch.tensor([3.0, 0.0, -4.0, 0.0])
-        >>> measure_tensors({"head": x}, solo_parallel())
+        >>> measure_tensors({"head": x})
         LayerStatistics(names=['head'], rms=[2.5], largest=[4.0], zeros=[0.5], nonfinite=[0.0])
     """
-    names = gather_names(tensors, ps) if names is None else [*names]
-    table = _merge_tables(_tabulate(tensors, ps, names), ps)
+    names = gather_names(tensors, axis) if names is None else [*names]
+    table = _merge_tables(_tabulate(tensors, names, replica=replica), axis)
     return _finish(names, table)
 
 
-def gather_names(names: Iterable[str], ps: ParallelState) -> list[str]:
+def gather_names(names: Iterable[str], axis: Axis) -> list[str]:
     """Return the names of all ranks, each once, in the order of the ranks.
 
     Effects:
-        Communicates: `all_gather_objects` on `ps.world`.
+        Communicates: `all_gather_objects` on `axis`.
 
     Examples:
-        >>> from trainkit.mesh import solo_parallel
-        >>> gather_names(["head", "head (copy)"], solo_parallel())
+        >>> gather_names(["head", "head (copy)"], SOLO)
         ['head']
     """
-    by_rank = all_gather_objects([name for name in names if COPY_SUFFIX not in name], ps.world)
+    by_rank = all_gather_objects([name for name in names if COPY_SUFFIX not in name], axis)
     return list(dict.fromkeys(name for names in by_rank for name in names))
 
 
@@ -86,10 +89,11 @@ def gather_names(names: Iterable[str], ps: ParallelState) -> list[str]:
 def watch_layers(
     stages: Iterable[nn.Module] | nn.Module,
     optimizer: torch.optim.Optimizer,
-    ps: ParallelState,
     *,
     is_due: Callable[[], bool],
     write: WriteLayers,
+    axis: Axis = SOLO,
+    replica: int = 0,
 ) -> Iterator[None]:
     """Measure parameters, gradients and updates at the optimizer steps of a block that are due.
 
@@ -100,22 +104,22 @@ def watch_layers(
     Args:
         stages: This rank's stages, or any module.
         optimizer: The optimizer of their parameters.
-        ps: The layout.
         is_due: Called before each optimizer step; equal on all ranks.
         write: Called on every rank with the statistics of each kind.
+        axis: All ranks, `ps.world`.
+        replica: As in `measure_tensors`.
 
     Effects:
-        Registers two hooks of the optimizer; a step that is due communicates on `ps.world` once,
+        Registers two hooks of the optimizer; a step that is due communicates on `axis` once,
         and waits for the device.
 
     Examples:
-        >>> from trainkit.mesh import solo_parallel
         >>> model = nn.Linear(1, 1, bias=False)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         >>> _ = model.weight.data.fill_(2.0)
         >>> def write(kind, found):
         ...     print(kind, found.rms)
-        >>> with watch_layers(model, optimizer, solo_parallel(), is_due=lambda: True, write=write):
+        >>> with watch_layers(model, optimizer, is_due=lambda: True, write=write):
         ...     model.weight.grad = torch.ones(1, 1)
         ...     optimizer.step()
         weight [2.0]
@@ -127,7 +131,7 @@ def watch_layers(
         for name, p in get_named_parameters(stages).items()
         if p.requires_grad and COPY_SUFFIX not in name
     }
-    names = gather_names(params, ps)
+    names = gather_names(params, axis)
     before: dict[str, Tensor] = {}
     tables: list[Tensor] = []
 
@@ -138,8 +142,8 @@ def watch_layers(
             return
         with torch.no_grad():
             gradients = {name: p.grad for name, p in params.items() if p.grad is not None}
-            tables.append(_tabulate(params, ps, names))
-            tables.append(_tabulate(gradients, ps, names))
+            tables.append(_tabulate(params, names, replica=replica))
+            tables.append(_tabulate(gradients, names, replica=replica))
             before.update({name: p.detach().clone() for name, p in params.items()})
 
     def finish(*_: object) -> None:
@@ -147,9 +151,9 @@ def watch_layers(
             return
         with torch.no_grad():
             updates = {name: p.detach() - before[name] for name, p in params.items()}
-            tables.append(_tabulate(updates, ps, names))
+            tables.append(_tabulate(updates, names, replica=replica))
         weight, gradient, update = (
-            _finish(names, table) for table in _merge_tables(torch.cat(tables), ps).chunk(3)
+            _finish(names, table) for table in _merge_tables(torch.cat(tables), axis).chunk(3)
         )
         ratios = [x / y if y else 0.0 for x, y in zip(update.rms, weight.rms, strict=True)]
         write("weight", weight)
@@ -169,10 +173,10 @@ def watch_layers(
             hook.remove()
 
 
-def _tabulate(tensors: Mapping[str, Tensor], ps: ParallelState, names: Sequence[str]) -> Tensor:
+def _tabulate(tensors: Mapping[str, Tensor], names: Sequence[str], *, replica: int) -> Tensor:
     """Return the sums of this rank's elements, fp64 `[N, 5]`; zeros for what others count."""
-    replica = ps.loss.index * ps.tp.count + ps.tp.index  # 0 counts what is not sharded
-    table = torch.zeros(len(names), 5, dtype=torch.float64, device=ps.device)
+    device = next((x.device for x in tensors.values()), None)
+    table = torch.zeros(len(names), 5, dtype=torch.float64, device=device)
     for row, name in enumerate(names):
         if name not in tensors:
             continue
@@ -189,11 +193,11 @@ def _tabulate(tensors: Mapping[str, Tensor], ps: ParallelState, names: Sequence[
     return table
 
 
-def _merge_tables(table: Tensor, ps: ParallelState) -> Tensor:
+def _merge_tables(table: Tensor, axis: Axis) -> Tensor:
     """Return the table of all ranks: sums, and in one column the largest."""
     # Gathered and not reduced, as one all-reduce cannot take sums and maxima.
-    device = get_comm_device(ps.world)
-    by_rank = all_gather(table.to(device).unsqueeze(0), ps.world, dim=0)
+    device = get_comm_device(axis)
+    by_rank = all_gather(table.to(device).unsqueeze(0), axis, dim=0)
     merged = by_rank.sum(0)
     merged[:, _LARGEST] = by_rank[:, :, _LARGEST].amax(0)
     return merged

@@ -50,6 +50,7 @@ from trainkit.run.errors import EXIT_SAVED, report_errors
 from trainkit.run.find_nan import find_first_nan
 from trainkit.run.garbage import Collect, collect_manually
 from trainkit.run.inventory import RankReadings, gather_inventory, measure_startup
+from trainkit.run.layers import LayerStatistics, watch_layers
 from trainkit.run.lock import lock_run
 from trainkit.run.log import make_logger, print_warning
 from trainkit.run.plots.load import plot_expert_load
@@ -57,7 +58,13 @@ from trainkit.run.plots.loss import plot_loss
 from trainkit.run.profiling import ProfileSummary, profile
 from trainkit.run.reproducible import set_numerics
 from trainkit.run.signals import StopReason, open_stop_vote, trap_signals
-from trainkit.run.sinks.jsonl import WriteEvent, compare_evaluations, fsync_jsonl, read_jsonl
+from trainkit.run.sinks.jsonl import (
+    WriteEvent,
+    compare_evaluations,
+    fsync_jsonl,
+    open_events,
+    read_jsonl,
+)
 from trainkit.run.sinks.named import LoggingOptions, ProfileSteps, named_sinks
 from trainkit.run.sinks.open_run_sinks import open_run_sinks, summarize_run
 from trainkit.run.startup import check_ranks_agree, make_code_facts
@@ -462,6 +469,7 @@ class Run:
             readings=RankReadings(device, self.ps.world),
             profile=ProfileSteps.parse(logging.profile) if logging.profile else None,
             anomaly=logging.anomaly,
+            layers_every=logging.layers_every,
             current=state,
             first_step=state.step,
         ).open(
@@ -525,6 +533,7 @@ class Loop:
     _readings: RankReadings
     _profile: ProfileSteps | None  # to profile next, or now
     _anomaly: bool
+    _layers_every: int
     # The state of the stages and the optimizer, as far as the loop knows it. It is consistent until
     # the next optimizer step starts, which writes parameters and moments one by one and is followed
     # by the counters: see `_find_unsaved`.
@@ -582,6 +591,7 @@ class Loop:
             self._open_saver(replay) as (self._save, self._guard),
             collect_manually() as self._collect,
             watch_device(run.ps.device) as self._read_signs,
+            self._watch_layers() if self._layers_every else contextlib.nullcontext(),
             find_first_nan() if self._anomaly else contextlib.nullcontext(),
         ):
             self._write_event(
@@ -615,6 +625,40 @@ class Loop:
                 "resumes from there"
             )
             run.log(summarize_run(run.dir))
+
+    @contextlib.contextmanager
+    def _watch_layers(self) -> Iterator[None]:
+        """Write statistics by layer at the steps that are due, on the first rank."""
+        run = self._run
+
+        def is_step_due() -> bool:
+            step = None if self._current is None else self._current.step + 1
+            return step is not None and is_due(step, self._layers_every, last=self._steps)
+
+        with contextlib.ExitStack() as stack:
+            append: WriteEvent = lambda *_, **__: None  # noqa: E731 (on other ranks)
+            if run.ps.world.index == 0:
+                append = stack.enter_context(
+                    open_events(run.dir / "layers.jsonl", log=run.logger.warning)
+                )
+
+            def write(kind: str, found: LayerStatistics) -> None:
+                step = None if self._current is None else self._current.step + 1
+                append(
+                    "layers",
+                    step=step,
+                    kind=kind,
+                    names=found.names,
+                    rms=found.rms,
+                    largest=found.largest,
+                    zeros=found.zeros,
+                    nonfinite=found.nonfinite,
+                )
+
+            stack.enter_context(
+                watch_layers(self._stages, self._optimizer, run.ps, is_due=is_step_due, write=write)
+            )
+            yield
 
     def _open_saver(self, replay: ForwardBackward) -> AbstractContextManager[tuple[Save, Guard]]:
         run = self._run

@@ -12,7 +12,7 @@ import attrs
 
 from trainkit.run.sinks.tensorboard import open_tensorboard
 from trainkit.run.sinks.wandb import open_wandb
-from trainkit.types import ConfigError, OpenSink, positive
+from trainkit.types import ConfigError, OpenSink, non_negative, positive
 
 
 @attrs.frozen
@@ -75,6 +75,10 @@ class LoggingOptions:
 
     anomaly: bool = False
     """Stop at the operation that first makes a NaN, and name it; every step is much slower."""
+
+    layers_every: int = attrs.field(default=0, validator=non_negative)
+    """Write statistics of every parameter, its gradient and its update to layers.jsonl every so
+    many steps; 0 for never."""
 
     sync_phases: bool = False
     """Wait for the device after each phase of a step, so that seconds by phase are the device's.
