@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import importlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -179,13 +180,13 @@ def _open_device(device: torch.device) -> tuple[Any, Any] | None:
     if device.type != "cuda" or torch.version.cuda is None:
         return None
     try:
-        import pynvml  # noqa: PLC0415 -- an extra
-
-        pynvml.nvmlInit()
-        # By UUID: CUDA_VISIBLE_DEVICES renumbers devices for torch, and not for NVML.
-        uuid = torch.cuda.get_device_properties(device).uuid
-        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+        nvml: Any = importlib.import_module("pynvml")  # an extra
     except ImportError:
         return None
-    except pynvml.NVMLError:
+    try:
+        nvml.nvmlInit()
+        # By UUID: CUDA_VISIBLE_DEVICES renumbers devices for torch, and not for NVML.
+        uuid = torch.cuda.get_device_properties(device).uuid
+        return nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+    except nvml.NVMLError:
         return None

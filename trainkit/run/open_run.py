@@ -656,7 +656,14 @@ class Loop:
                 )
 
             stack.enter_context(
-                watch_layers(self._stages, self._optimizer, run.ps, is_due=is_step_due, write=write)
+                watch_layers(
+                    self._stages,
+                    self._optimizer,
+                    is_due=is_step_due,
+                    write=write,
+                    axis=run.ps.world,
+                    replica=run.ps.loss.index * run.ps.tp.count + run.ps.tp.index,
+                )
             )
             yield
 

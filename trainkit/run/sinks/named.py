@@ -52,6 +52,10 @@ class ProfileSteps:
         return cls(first, last)
 
 
+def _check_profile(_options: Any, _field: Any, text: str) -> None:
+    ProfileSteps.parse(text)
+
+
 @attrs.frozen(kw_only=True)
 class LoggingOptions:
     """How often a run reads its metrics, and where they go."""
@@ -69,7 +73,7 @@ class LoggingOptions:
     """FLOP/s of one device, for mfu in metrics.jsonl; by default the bf16 peak of a known GPU."""
 
     profile: str | None = attrs.field(
-        default=None, validator=attrs.validators.optional(lambda *x: ProfileSteps.parse(x[-1]))
+        default=None, validator=attrs.validators.optional(_check_profile)
     )
     """The first and the last step to profile, as 10:13: a trace of each rank, in profiles."""
 
