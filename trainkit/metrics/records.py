@@ -152,9 +152,10 @@ def merge_states(metric: Metric, *states: State) -> State:
         tensor(3., dtype=torch.float64)
     """
     combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-    merged = metric.init()
     for state in states:
         refuse_merged("merge_states", state)
+    merged, *others = states or [metric.init()]
+    for state in others:
         merged = {name: combine[op](merged[name], state[name]) for name, op in metric.merge.items()}
     return merged
 
@@ -179,7 +180,7 @@ def restore_state(metric: Metric, tensors: Mapping[str, Tensor], share: Share) -
         >>> restore_state(make_sum(), {"total": torch.tensor(6.0)}, Share(1, 2))
         {'total': tensor(0., dtype=torch.float64)}
     """
-    state = metric.init()
+    state = metric.init(next(iter(tensors.values())).device if tensors else None)
     found = {name: tuple(x.shape) for name, x in tensors.items()}
     want = {name: tuple(x.shape) for name, x in state.items()}
     if found != want:
