@@ -358,6 +358,18 @@ def test_a_step_record_holds_every_bit():
     assert "grad_norm_hex" not in record
 
 
+def test_a_step_record_has_a_perplexity_where_the_loss_is_one_of_tokens():
+    def record_of(**values):
+        return make_step_record({"tokens": 1, **values}, begin=0.0)
+
+    assert record_of(loss=2.0)["perplexity"] == math.exp(2)
+    assert record_of(loss=torch.tensor(1e4))["perplexity"] == math.exp(20)
+    assert math.isnan(record_of(loss=math.nan)["perplexity"])
+    for other in ("pairs", "answers", "clipped"):
+        assert "perplexity" not in record_of(loss=2.0, **{other: 4})
+    assert "perplexity" not in record_of(lr=0.1)
+
+
 @pytest.mark.parametrize("counted", ["tokens", "tokens_processed"])
 def test_a_step_lasts_until_the_device_has_done_it(counted, monkeypatch):
     """What a device still works on when Python is done is waited for by the transfer alone."""

@@ -24,6 +24,7 @@ from torch import Tensor
 from trainkit.batch import batch_hash, count_tokens
 from trainkit.collectives import all_sum
 from trainkit.health import update_loss_scale
+from trainkit.metrics.means import loss_to_perplexity
 from trainkit.models.config import DecoderConfig
 from trainkit.noise.hashing import MASK64
 from trainkit.parallel.split import decoder_costs
@@ -144,7 +145,8 @@ def make_step_records(
 
     Returns:
         For each step its metrics as numbers; `batch_hash` as 16 hex digits; `loss_hex`,
-        `grad_norm_hex` and `lr_hex`, with every bit; `seconds`, the mean of these steps; and
+        `grad_norm_hex` and `lr_hex`, with every bit; `perplexity` (`loss_to_perplexity`), if
+        `is_loss_per_token`; `seconds`, the mean of these steps; and
         `tokens_per_second`, of processed tokens if known. All but the last are `DelayedMetrics`.
 
     Effects:
@@ -170,11 +172,26 @@ def make_step_records(
             record[name] = f"{int(value) & MASK64:016x}" if name == "batch_hash" else value
             if name in ("loss", "grad_norm", "lr"):
                 record[f"{name}_hex"] = float(value).hex()
+        if "loss" in record and is_loss_per_token(record):
+            record["perplexity"] = loss_to_perplexity(record["loss"])
         record["seconds"] = seconds
         processed = record.get("tokens_processed", record["tokens"])
         record["tokens_per_second"] = tokens_per_second(processed, seconds)
         records.append(record)
     return [*map(DelayedMetrics, records[:-1]), *records[-1:]]
+
+
+def is_loss_per_token(metrics: Mapping[str, Any]) -> bool:
+    """Return whether the loss of these metrics is a mean over tokens, and has a perplexity.
+
+    That of a preference, which counts pairs or answers, and of a policy gradient, which reports how
+    much of it is clipped, have none.
+
+    Examples:
+        >>> is_loss_per_token({"loss": 2.5, "tokens": 8}), is_loss_per_token({"pairs": 4})
+        (True, False)
+    """
+    return not {"pairs", "answers", "clipped"} & metrics.keys()
 
 
 def read_memory_stats(device: torch.device) -> dict[str, int]:
