@@ -359,15 +359,15 @@ def test_a_step_record_holds_every_bit():
 
 
 def test_a_step_record_has_a_perplexity_where_the_loss_is_one_of_tokens():
-    def record_of(**values):
-        return make_step_record({"tokens": 1, **values}, begin=0.0)
+    def perplexity_of(metrics):
+        return make_step_record({"tokens": 1} | metrics, begin=0.0).get("perplexity")
 
-    assert record_of(loss=2.0)["perplexity"] == math.exp(2)
-    assert record_of(loss=torch.tensor(1e4))["perplexity"] == math.exp(20)
-    assert math.isnan(record_of(loss=math.nan)["perplexity"])
+    assert perplexity_of({"loss": 2.0}) == math.exp(2)
+    assert perplexity_of({"loss": torch.tensor(1e4)}) == math.exp(20)
+    assert math.isnan(perplexity_of({"loss": math.nan}))
     for other in ("pairs", "answers", "clipped"):
-        assert "perplexity" not in record_of(loss=2.0, **{other: 4})
-    assert "perplexity" not in record_of(lr=0.1)
+        assert perplexity_of({"loss": 2.0, other: 4}) is None
+    assert perplexity_of({"lr": 0.1}) is None
 
 
 @pytest.mark.parametrize("counted", ["tokens", "tokens_processed"])
