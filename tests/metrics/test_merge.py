@@ -6,7 +6,9 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from operators import OperatorMode
 from safetensors.torch import load, save
+from torch.utils._pytree import tree_map
 
 import trainkit as tk
 from trainkit import metrics
@@ -173,6 +175,18 @@ def test_a_saved_state_of_another_metric_is_refused():
 
 
 # -------------------------------------------------------------------------------- on the wire
+
+
+def test_no_update_waits_for_the_device_or_computes_on_the_host():
+    # The device "meta" stands for an accelerator: the host can read nothing on it.
+    metric = make_everything()
+    inputs = tree_map(lambda x: x.to("meta"), make_inputs(4))
+    state, seen = metric.init("meta"), []
+    with OperatorMode(lambda operator, made: seen.append((str(operator), made))):
+        values = metric.compute(metric.update(state, inputs))
+    assert {x.device.type for x in values.values()} == {"meta"}
+    assert [name for name, x in seen if isinstance(x, torch.Tensor) and not x.is_meta] == []
+    assert "aten._local_scalar_dense.default" not in dict(seen)
 
 
 def counted():

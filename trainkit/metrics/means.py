@@ -48,9 +48,11 @@ def make_weighted_mean() -> Metric:
 
 
 def _add_weighted(state: State, values: Tensor, weights: Tensor | float = 1.0) -> State:
-    factors = torch.as_tensor(weights, device=values.device).double()
+    x = values.double()
+    # full_like fills on the device, where as_tensor(1.0) would be a copy from the host.
+    factors = weights.double() if isinstance(weights, Tensor) else torch.full_like(x, weights)
     try:
-        x, factors = torch.broadcast_tensors(values.double(), factors)
+        x, factors = torch.broadcast_tensors(x, factors)
     except RuntimeError as error:
         raise ValueError(
             f"make_weighted_mean: weights of shape {tuple(factors.shape)} do not broadcast with "
