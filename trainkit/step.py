@@ -281,14 +281,16 @@ def evaluate(
         return averages
     # Ranks of other stages have seen nothing, and add nothing.
     state = dict(merge_over_ranks(metric, state, pp).tensors)
-    return averages | dict(metric.compute(merge_over_ranks(metric, state, axis)))
+    values = metric.compute(merge_over_ranks(metric, state, axis))
+    assert isinstance(values, dict), "_init_metric checks it"
+    return averages | values
 
 
 def _init_metric(metric: Metric, loss: Loss, device: torch.device) -> State:
     """Return the empty state; raise unless all values have names, which differ from the loss's."""
     state = metric.init(device)
     values = metric.compute(state)
-    if not isinstance(values, Mapping):
+    if not isinstance(values, dict):
         raise ValueError(  # noqa: TRY004 (as for all bad arguments)
             "evaluate: the values of the metric need names: compose_metrics({name: metric})"
         )

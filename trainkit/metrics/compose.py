@@ -21,8 +21,8 @@ def compose_metrics(metrics: Mapping[str, Metric]) -> Metric:
         metrics: Metrics by name.
 
     Raises:
-        ValueError: There is none, or two tensors would have one name; later, an update of an
-            unknown name.
+        ValueError: There is none, or one is called as what is in another, as "a/b" and "a"; later,
+            an update of an unknown name.
 
     Examples:
         >>> import torch
@@ -35,16 +35,16 @@ def compose_metrics(metrics: Mapping[str, Metric]) -> Metric:
     """
     if not metrics:
         raise ValueError("compose_metrics: at least one metric is needed, got none")
+    if nested := sorted(a for a in metrics for b in metrics if a.startswith(f"{b}/")):
+        raise ValueError(
+            f"compose_metrics: {nested} would be among the values of a metric whose name ends at "
+            f"its slash; the names are {sorted(metrics)}"
+        )
     parts = {
         f"{name}/{inner}": (name, inner)
         for name, metric in metrics.items()
         for inner in metric.merge
     }
-    if len(parts) < sum(len(metric.merge) for metric in metrics.values()):
-        raise ValueError(
-            f"compose_metrics: two metrics of {sorted(metrics)} have tensors of one name; give "
-            "them names without a common beginning before a slash"
-        )
 
     def select(state: Mapping[str, Tensor], name: str) -> State:
         return {inner: state[full] for full, (owner, inner) in parts.items() if owner == name}

@@ -3,7 +3,10 @@
 `update` returns a new state and changes nothing, so there is no reset, and no copy of a state that
 is out of date. How states combine is data, one of sum, max and min for each tensor, so that the
 states of all ranks, of any number of metrics, merge in one packed all-reduce (`merge_over_ranks`).
-The design of init, update, merge and compute is that of monoids, as in Flax and `metrax`.
+
+References:
+    CLU's `Metric`, which is a value too that is merged and computed; d9d's metrics, of which a rank
+    updates its own part alone, however often parts are merged.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from trainkit.types import CheckpointError, Share, check_choice
+from trainkit.types import CheckpointError, Share
 
 State = dict[str, Tensor]
 """What a metric has seen on this rank: fp64 tensors by name."""
@@ -93,7 +96,12 @@ def make_metric(
     """
     if not merge:
         raise ValueError("make_metric: a state needs at least one tensor, got none")
-    check_choice(tuple(_NEUTRAL), "make_metric", **merge)
+    for name, op in merge.items():
+        if op not in _NEUTRAL:
+            raise ValueError(
+                f'make_metric: {name!r} must merge by "sum", "max" or "min", got {op!r}; a mean is '
+                "two sums, divided in compute"
+            )
     shapes = dict(shapes or {})
     if unknown := sorted(set(shapes) - set(merge)):
         raise ValueError(f"make_metric: shapes has {unknown}, which merge lacks: {sorted(merge)}")

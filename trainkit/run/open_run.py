@@ -31,13 +31,13 @@ from trainkit.mesh import parallel_session
 from trainkit.mesh.launch import describe_launch
 from trainkit.metrics import (
     decoder_flops,
-    is_loss_per_token,
     loss_to_perplexity,
     make_step_records,
     model_flops_utilization,
     peak_flops,
     read_memory_stats,
 )
+from trainkit.metrics.steps import is_loss_per_token
 from trainkit.models.config import DecoderConfig
 from trainkit.optim.combine import use_averaged_parameters
 from trainkit.parallel.describe_run import describe_run
