@@ -220,8 +220,8 @@ MISTAKES = [
         (
             "metrics/classification.py",
             "of equal scores any class is predicted",
-            "(flat > own) | ((flat == own) & before)",
-            "flat > own",
+            "(scores > own) | ((scores == own) & is_before)",
+            "scores > own",
             "tests/metrics/test_classification.py",
         ),
         (

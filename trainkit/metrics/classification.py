@@ -49,12 +49,10 @@ def make_accuracy(*, top_k: int = 1) -> Metric:
 
     def update(state: State, scores: Tensor, labels: Tensor) -> State:
         flat, index, invalid = _read_classes("make_accuracy", scores, labels)
-        own = flat.gather(-1, index.clamp(min=0, max=flat.shape[-1] - 1).unsqueeze(-1))
-        # torch.topk takes any of equal scores.
-        before = torch.arange(flat.shape[-1], device=flat.device) < index.unsqueeze(-1)
-        above = (flat > own) | ((flat == own) & before)
+        best, predicted = flat.max(-1)  # the first of equal ones, and NaN if there is one
+        hits = predicted == index if top_k == 1 else _rank_labels(flat, index) < top_k
         is_valid = index != IGNORED_LABEL
-        hits = (above.sum(-1) < top_k) & ~flat.isnan().any(-1) & is_valid
+        hits = hits & ~best.isnan() & is_valid
         return {
             "correct": state["correct"] + hits.sum() + invalid,
             "count": state["count"] + is_valid.sum(),
@@ -65,6 +63,13 @@ def make_accuracy(*, top_k: int = 1) -> Metric:
         update=update,
         compute=lambda state: state["correct"] / state["count"],
     )
+
+
+def _rank_labels(scores: Tensor, index: Tensor) -> Tensor:
+    """Return how many classes are before each label; torch.topk takes any of equal scores."""
+    own = scores.gather(-1, index.clamp(min=0, max=scores.shape[-1] - 1).unsqueeze(-1))
+    is_before = torch.arange(scores.shape[-1], device=scores.device) < index.unsqueeze(-1)
+    return ((scores > own) | ((scores == own) & is_before)).sum(-1)
 
 
 def make_multiclass_confusion(
@@ -98,7 +103,8 @@ def make_multiclass_confusion(
                 f"{tuple(scores.shape)}; the last dimension is that of classes"
             )
         every = torch.arange(classes, device=flat.device)
-        predicted = (flat.argmax(-1, keepdim=True) == every) & ~flat.isnan().any(-1, keepdim=True)
+        best, first = flat.max(-1, keepdim=True)
+        predicted = (first == every) & ~best.isnan()
         is_valid = (index != IGNORED_LABEL).unsqueeze(-1)
         return _count(state, predicted, index.unsqueeze(-1) == every, is_valid, invalid)
 
