@@ -45,6 +45,7 @@ from trainkit.metrics.steps import (
     model_flops_utilization,
     peak_flops,
     read_memory_stats,
+    recomputed_flops,
     to_host,
     tokens_per_second,
 )
@@ -84,6 +85,7 @@ __all__ = [
     "peak_flops",
     "precision",
     "read_memory_stats",
+    "recomputed_flops",
     "recall",
     "reduce_metrics",
     "restore_state",
