@@ -87,6 +87,7 @@ __all__ = [
     "read_memory_stats",
     "recomputed_flops",
     "recall",
+    "recomputed_flops",
     "reduce_metrics",
     "restore_state",
     "start_merge_over_ranks",
