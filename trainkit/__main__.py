@@ -18,6 +18,8 @@ Training itself is a recipe, python recipes/pretrain.py; these commands stand ar
                                                export and convert
   python -m trainkit export runs/mine model/   a run as a Hugging Face folder
   python -m trainkit certify --world 2         that two ranks compute what one computes
+  python -m trainkit runs                      the runs in runs/: state, step, loss, age, layout
+  python -m trainkit diff runs/one runs/two    from which step on two runs differ, and in what
 
 Each explains itself, with examples: python -m trainkit COMMAND --help
 
@@ -35,7 +37,18 @@ import orjson
 
 from trainkit.run.config import check_argv
 from trainkit.run.errors import get_exit_code, open_standard_streams
-from trainkit.tools.commands import certify, checkpoint, data, export, pack, plan, prepare, score
+from trainkit.tools.commands import (
+    certify,
+    checkpoint,
+    data,
+    diff,
+    export,
+    pack,
+    plan,
+    prepare,
+    runs,
+    score,
+)
 from trainkit.tools.commands.text import as_text
 from trainkit.types import ConfigError
 
@@ -48,6 +61,8 @@ COMMANDS = {
     "checkpoint": checkpoint,
     "export": export,
     "certify": certify,
+    "runs": runs,
+    "diff": diff,
 }
 
 
