@@ -264,7 +264,7 @@ def _read_facts(run_dir: Path) -> dict[str, Any]:
 
 def _get_packing(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return how each corpus was packed at the last start."""
-    # Of events, since a run may have no checkpoint: the number of its tokens tells most corpora.
+    # Of events, since a run may have no checkpoint. The number of tokens identifies most corpora.
     return {
         f"packing of {event.get('corpus')}": {
             name: value

@@ -1,4 +1,4 @@
-"""The state of runs, read from their directories: nothing is asked of their processes.
+"""The state of runs, read from their directories alone, not from their processes.
 
 A run that is under way holds `lock` and writes a beat for each rank about once a second; one that
 has ended has left an event "end". What is neither was killed. Without torch, and from the ends of
@@ -107,8 +107,9 @@ def _walk(paths: Iterable[Path], depth: int) -> Iterator[Path]:
 def read_run_status(run_dir: str | Path) -> RunStatus:
     r"""Return the state of a run from the files of its directory.
 
-    A run on this host whose process is gone has died. One on another host cannot be asked: it is
-    "stale" when no rank has written a beat for 65 seconds, which a shared disk may take to show it.
+    A run on this host whose process is gone has died. Of a process on another host nothing is
+    known: its run is "stale" when no rank has written a beat for 65 seconds, which a shared disk
+    may take to show it.
 
     Args:
         run_dir: The run directory.
@@ -250,8 +251,8 @@ def _read_layout(run_dir: Path, ranks: int | None) -> tuple[str | None, str | No
     names = attrs.fields_dict(Layout)
     try:
         table = tomllib.loads(_read_tail(path, _MAX_CONFIG).decode())
-        values = {name: x for name, x in table.items() if name in names}
-        return str(Layout(**values).over(ranks or Layout(**values).world)), None
+        layout = Layout(**{name: x for name, x in table.items() if name in names})
+        return str(layout.over(ranks or layout.world)), None
     except (OSError, ValueError, TypeError, RecursionError) as error:
         return None, f"config.toml cannot be read: {str(error).splitlines()[0]}"
 

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,8 @@ FAILURE = {"session": "a", "rank": 1, "what": "failed: ConfigError: no such corp
 def write_run(folder, events=(START,), *, lock=None, silent=0.0, failure=None, lines=7):
     """Write a run directory: its events, its lines, and who holds its lock."""
     (folder / "ranks").mkdir(parents=True)
-    write = {"events.jsonl": events, "metrics.jsonl": [{"step": n, "loss": 9 / n} for n in
-             range(1, lines + 1)]}  # fmt: skip
-    for name, records in write.items():
+    metrics = [{"step": n, "loss": 9 / n} for n in range(1, lines + 1)]
+    for name, records in {"events.jsonl": events, "metrics.jsonl": metrics}.items():
         (folder / name).write_text("".join(f"{compact(x)}\n" for x in records))
     (folder / "config.toml").write_text("pp = 1\ndp_shard = -1\ntp = 2\nlr = 0.1\n")
     beat = folder / "ranks" / "rank_00000.json"
@@ -47,33 +47,40 @@ def compact(record):
 
 
 STATES = {
-    "running": ({"lock": SELF}, None),
-    "running afar": ({"lock": AFAR, "silent": 40}, None),
-    "stale": ({"lock": AFAR, "silent": 300}, "no sign of life of process 412 on gpu07 for 5m"),
-    "stale, and hanging here": ({"lock": SELF, "silent": 300}, "no sign of life"),
-    "died of a kill": ({"lock": GONE}, f"process {GONE['pid']} on {GONE['host']} is gone"),
-    "died without a lock": ({}, 'it has left no event "end"'),
-    "died of an error": ({"events": [START, END | {"failure": "OSError"}]}, "OSError"),
+    "running": (partial(write_run, lock=SELF), None),
+    "running afar": (partial(write_run, lock=AFAR, silent=40), None),
+    "stale": (
+        partial(write_run, lock=AFAR, silent=300),
+        "no sign of life of process 412 on gpu07 for 5m",
+    ),
+    "stale, and hanging here": (partial(write_run, lock=SELF, silent=300), "no sign of life"),
+    "died of a kill": (
+        partial(write_run, lock=GONE),
+        f"process {GONE['pid']} on {GONE['host']} is gone",
+    ),
+    "died without a lock": (write_run, 'it has left no event "end"'),
+    "died of an error": (
+        partial(write_run, events=[START, END | {"failure": "OSError"}]),
+        "OSError",
+    ),
     "died in the next start": (
-        {"events": [START, STOP, END], "failure": FAILURE},
+        partial(write_run, events=[START, STOP, END], failure=FAILURE),
         "rank 1 failed: ConfigError: no such corpus",
     ),
-    "stopped": ({"events": [START, STOP, END]}, "SIGTERM on rank 0"),
-    "ended": ({"events": [START, END]}, None),
-    "ended after a stop": ({"events": [START, STOP, END, START, END]}, None),
-    "running after a stop": ({"events": [START, STOP, END], "lock": SELF}, None),
-    "unknown": ({"events": []}, "it has no events"),
+    "stopped": (partial(write_run, events=[START, STOP, END]), "SIGTERM on rank 0"),
+    "ended": (partial(write_run, events=[START, END]), None),
+    "ended after a stop": (partial(write_run, events=[START, STOP, END, START, END]), None),
+    "running after a stop": (partial(write_run, events=[START, STOP, END], lock=SELF), None),
+    "unknown": (partial(write_run, events=[]), "it has no events"),
 }
 
 
 @pytest.mark.parametrize("name", STATES)
 def test_a_state_is_read_from_what_a_run_left(name, tmp_path):
-    made, why = STATES[name]
+    make, why = STATES[name]
+    run = make(tmp_path / "run")
     if name == "unknown":
-        write_run(tmp_path / "run", **made)
-        (tmp_path / "run" / "ranks" / "rank_00000.json").unlink()
-    else:
-        write_run(tmp_path / "run", **made)
+        (run / "ranks" / "rank_00000.json").unlink()
     found = read_run_status(tmp_path / "run")
     assert found.state == name.split()[0].strip(",")
     assert why is None or why in found.why
