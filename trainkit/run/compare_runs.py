@@ -73,6 +73,10 @@ def compare_runs(a: str | Path, b: str | Path) -> dict[str, Any]:
     facts = _read_facts(a), _read_facts(b)
     differing_facts = diff_tables(*facts) if all(facts) else {}  # else nothing is known of one
     events = [read_jsonl(path / "events.jsonl") for path in (a, b)]
+    software = [
+        next((x.get("software") for x in reversed(lines) if x.get("event") == "resume"), None)
+        for lines in events
+    ]
     return {
         "a": str(a),
         "b": str(b),
@@ -80,7 +84,7 @@ def compare_runs(a: str | Path, b: str | Path) -> dict[str, Any]:
         "steps": steps,
         "config": diff_tables(_read_config(a), _read_config(b)),
         "data": diff_tables(*map(_get_packing, events)) | differing_facts,
-        "code": diff_tables(*map(_get_software, events)),
+        "code": diff_tables(*software),
         "checkpoints": saved,
     }
 
@@ -220,19 +224,18 @@ def _find_first_tensor(report: Mapping[str, Any]) -> dict[str, Any]:
     """Return the first tensor that differs, by its name, and how many do."""
     tables = report["tensors"]
     names = [*tables["only_a"], *tables["only_b"], *tables["dtype_or_shape"], *report["values"]]
-    first = min(names, key=_sort_key, default=None)
+
+    def place(name: str) -> tuple[object, ...]:  # layers.10 behind layers.9
+        parts = [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", name)]
+        return not name.startswith("model/"), [(isinstance(x, int), x) for x in parts]
+
+    first = min(names, key=place, default=None)
     return {
         "first": first,
         "tensors": len(names),
         "relative": report["values"].get(first, {}).get("relative"),
         "counters": report["state"],
     }
-
-
-def _sort_key(name: str) -> tuple[object, ...]:
-    """Sort layers.10 behind layers.9, and tensors of the optimizer behind those of the model."""
-    parts = [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", name)]
-    return not name.startswith("model/"), [(isinstance(x, int), x) for x in parts]
 
 
 # ------------------------------------------------------------------------------------ facts
@@ -274,9 +277,3 @@ def _get_packing(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for event in events
         if event.get("event") == "packing"
     }
-
-
-def _get_software(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the versions and hashes of the code of the last start."""
-    found = [x.get("software") for x in events if x.get("event") == "resume"]
-    return found[-1] if found and isinstance(found[-1], dict) else {}

@@ -41,6 +41,7 @@ from trainkit.optim.combine import use_averaged_parameters
 from trainkit.parallel.describe_run import describe_run
 from trainkit.parallel.parameters import modules_of
 from trainkit.run.config import config_to_dict, make_config_facts, make_resume_rules
+from trainkit.run.control import Mailbox
 from trainkit.run.directory import make_run_dir
 from trainkit.run.errors import EXIT_SAVED, report_errors
 from trainkit.run.garbage import Collect, collect_manually
@@ -49,11 +50,12 @@ from trainkit.run.log import make_logger, print_warning
 from trainkit.run.plots.load import plot_expert_load
 from trainkit.run.plots.loss import plot_loss
 from trainkit.run.reproducible import set_numerics
-from trainkit.run.signals import StopReason, open_stop_vote, trap_signals
+from trainkit.run.signals import Vote, open_step_vote, trap_signals
 from trainkit.run.sinks.jsonl import WriteEvent, compare_evaluations, fsync_jsonl, read_jsonl
 from trainkit.run.sinks.named import LoggingOptions, named_sinks
 from trainkit.run.sinks.open_run_sinks import open_run_sinks, summarize_run
 from trainkit.run.startup import check_ranks_agree, make_code_facts
+from trainkit.run.steering import Handler, Steering, open_steering
 from trainkit.run.timeouts import Timeouts
 from trainkit.run.watchdog import Announce, is_echo, watch_ranks
 from trainkit.schedules import is_due
@@ -69,6 +71,7 @@ from trainkit.types import (
     ParallelState,
     PeerError,
     Precision,
+    PreemptedError,
     Sink,
     Stages,
     StepBatch,
@@ -122,7 +125,7 @@ def open_run(
     - `lock_run` raises if another job trains in the directory, or if not all ranks share it.
     - `report_errors` again, since tracebacks now have a directory.
     - `watch_ranks` ends all ranks when one is lost or hangs.
-    - `open_stop_vote` lets all ranks stop after the same step.
+    - `open_step_vote` lets all ranks stop, or carry out a request, after the same step.
     - `check_ranks_agree` compares the configuration and the code of the ranks.
 
     A script that needs fewer of them opens those, down to `parallel_session` alone.
@@ -157,6 +160,7 @@ def open_run(
     config = config_to_dict(config) if attrs.has(type(config)) else config
     folder = Path(run_dir)
     progress = SaveProgress()
+    mailbox = Mailbox(folder)
     if numerics is not None:
         set_numerics(numerics)
     with (
@@ -182,13 +186,14 @@ def open_run(
                 renew_lock=renew_lock,
                 count_written=lambda: progress.parts,
             ) as phase,
-            open_stop_vote(stop_reason, ps.world) as stopping,
+            open_step_vote(stop_reason, ps.world, take_requests=mailbox.take) as vote,
         ):
             run = Run(
                 dir=folder,
                 ps=ps,
                 phase=phase,
-                stopping=stopping,
+                vote=vote,
+                mailbox=mailbox,
                 timeouts=timeouts,
                 config=config,
                 progress=progress,
@@ -220,8 +225,11 @@ class Run:
     phase: Announce
     """`phase(name, allow=seconds)`: what comes next, and how long it may take (`watch_ranks`)."""
 
-    stopping: StopReason
-    """Why the run has to stop, or None; all ranks get it after the same step (`open_stop_vote`)."""
+    vote: Callable[[], Vote]
+    """What all ranks do after the same step (`open_step_vote`); `loop` calls it once a step."""
+
+    mailbox: Mailbox
+    """Where requests to the run arrive (`control.control_run`), while a loop is open."""
 
     timeouts: Timeouts
     """How long ranks may wait."""
@@ -247,6 +255,17 @@ class Run:
 
     flops_per_token: float | None = None
     """The mean over the rows, for the metric `mfu`; `resume` sets it if it knows model and rows."""
+
+    stop_code: int = EXIT_SAVED
+    """The exit code of a run that is stopped."""
+
+    def stopping(self) -> str | None:
+        """Return why the run has to stop, or None, equal on all ranks; in a loop of your own.
+
+        Effects:
+            Communicates (`open_step_vote`): every rank must call it once per step.
+        """
+        return self.vote().stop
 
     def log(self, message: str) -> None:
         """Print a message on the first rank."""
@@ -432,10 +451,12 @@ class Run:
         *,
         stop: str | None = None,
     ) -> int:
-        """Finish a run, and return the exit code: 0, or `EXIT_SAVED` if there is a reason to stop.
+        """Finish a run, and return the exit code: 0, or another if there is a reason to stop.
 
-        Without a reason it writes final.json (`write_final`), plots the loss, and the
-        load of experts if there are any, and logs how the time was spent. With one it does nothing:
+        That is `EXIT_SAVED`, or 76 if a request has aborted the run.
+
+        Without a reason it writes final.json (`write_final`), plots the loss, and the load of
+        experts if there are any, and logs how the time was spent. With one it does nothing:
         the same command resumes the run.
 
         Args:
@@ -448,7 +469,7 @@ class Run:
             Writes to the run directory; communicates on all axes.
         """
         if stop:
-            return EXIT_SAVED
+            return self.stop_code
         self.phase("the end", allow=self.timeouts.start_timeout)
         write_final(self.dir, state, modules_of(stages), optimizer, self.ps)
         if self.ps.world.index == 0:
@@ -487,6 +508,9 @@ class Loop:
     _save: Save = attrs.field(init=False)
     _guard: Guard = attrs.field(init=False)
     _collect: Collect = attrs.field(init=False)
+    _steering: Steering = attrs.field(init=False)
+    # Further requests that a run can carry out, by name; see `on_request`.
+    _handlers: dict[str, Handler] = attrs.field(factory=dict)
     _step_start: float = attrs.field(factory=time.perf_counter)
     # Steps whose metrics have not been read yet, and the batch of the last of them.
     _pending: list[tuple[TrainState, Mapping[str, Tensor | float]]] = attrs.field(factory=list)
@@ -526,9 +550,18 @@ class Loop:
                 extra=sinks,
                 logger=run.logger,
             ) as (self._write_metrics, self._write_event),
+            open_steering(
+                run.mailbox,
+                write_event=self._write_event,
+                log=run.log,
+                ranks=run.ps.world.count,
+                is_first=run.ps.world.index == 0,
+                handlers=self._handlers,
+            ) as self._steering,
             self._open_saver(replay) as (self._save, self._guard),
             collect_manually() as self._collect,
         ):
+            self.on_request("log-every", self._set_log_every)
             self._write_event(
                 "resume",
                 step=self._first_step,
@@ -545,9 +578,11 @@ class Loop:
             if self._stop_reason:
                 self._write_event("stop", step=self._last_step, why=self._stop_reason)
         if self._stop_reason:
+            is_abort = self._steering.is_abort
             run.log(
-                f"stopped after step {self._last_step} ({self._stop_reason}); the same command "
-                "resumes from there"
+                f"stopped after step {self._last_step} ({self._stop_reason})"
+                f"{', without a save' if is_abort else ''}; the same command resumes from "
+                f"{'the last checkpoint' if is_abort else 'there'}"
             )
             run.log(summarize_run(run.dir))
 
@@ -560,7 +595,7 @@ class Loop:
             run.ps,
             policy=self._policy,
             replay=replay,
-            event=self._write_event,
+            event=self._write_saver_event,
             facts=run.facts,
             config=run.config,
             retention=self._checkpoints.retention,
@@ -572,6 +607,30 @@ class Loop:
             get_unsaved=self._find_unsaved,
             progress=run.progress,
         )
+
+    def _write_saver_event(self, name: str, **facts: Any) -> None:
+        self._write_event(name, **facts)
+        if name == "save":
+            self._steering.note_saved(facts["step"], path=facts["path"], error=facts["error"])
+
+    def on_request(self, name: str, handler: Handler) -> None:
+        """Let `handler(argument, step)` carry out a request of `python -m trainkit control`.
+
+        Args:
+            name: The request, one of `control.REQUESTS`.
+            handler: Called on all ranks after the same step, with the number that was given, or
+                None; it returns what it has done in words, or refuses by a ConfigError.
+
+        Examples:
+            >>> def set_up(loop, profiler):
+            ...     loop.on_request("profile", lambda steps, step: profiler(step, steps))
+        """
+        self._handlers[name] = handler
+
+    def _set_log_every(self, steps: int | None, step: int) -> str:
+        assert steps is not None  # `check_request` has seen to it
+        self._log_every = steps
+        return f"from step {step + 1} on the metrics of {steps} steps are read at once"
 
     def record(
         self, state: TrainState, metrics: Mapping[str, Tensor | float], batch: StepBatch
@@ -641,6 +700,7 @@ class Loop:
         with use_averaged_parameters(self._optimizer):
             results = evaluator()
         state = health.stop_if_diverged(state, results["loss"])
+        self._steering.note_evaluation(results["loss"])
         score = results.get("score", results["loss"])
         if state.step > 0:  # the initial weights are no checkpoint of the run
             is_best, memory = health.is_among_best(
@@ -660,19 +720,25 @@ class Loop:
         return state
 
     def checkpoint(self, state: TrainState) -> str | None:
-        """Save if it is time, and return why the run has to stop, or None.
+        """Save if it is time, carry out requests, and return why the run has to stop, or None.
 
-        The ranks vote on whether to stop (`open_stop_vote`). A save is due every
-        `CheckpointOptions.save_every` steps, when the run stops, and when the step's evaluation is
-        among the `keep_best` best (`open_saver`). Then garbage is collected (`collect_manually`).
+        The ranks vote on whether to stop (`open_step_vote`). A save is due every
+        `CheckpointOptions.save_every` steps, when the run stops, when the step's evaluation is
+        among the `keep_best` best (`open_saver`), and when somebody requests it
+        (`control.control_run`). Then garbage is collected (`collect_manually`).
         """
-        self._stop_reason = self._run.stopping()
-        is_saved = bool(
-            self._stop_reason or self._is_save_due(state) or self._best_step == state.step
-        )
+        is_due = self._is_save_due(state) or self._best_step == state.step
+        vote = self._run.vote()
+        self._steering.settle_checks(state.step)
+        self._steering.carry_out(() if vote.stop else vote.requests, state.step)
+        self._stop_reason = vote.stop or self._steering.stop
+        if self._steering.is_abort:
+            self._run.stop_code = PreemptedError.code
+        is_saved = not self._steering.is_abort and bool(self._stop_reason or is_due)
         if is_saved:
             state = self._read_pending(state)
             self._last_saved = state.step
+            self._steering.note_save(state.step)
             self._save(state, self._get_score(state.step))
         self._collect(idle=is_saved)
         self._last_step = state.step
@@ -683,12 +749,17 @@ class Loop:
     def is_due(self, state: TrainState, every: int, *, since: int = 0) -> bool:
         """Return whether something is due that is done every so many steps, and after the last one.
 
+        It is also due after the next step when somebody requests an evaluation or a sample
+        (`control.control_run`).
+
         Args:
             state: The counters after a step.
             every: The number of steps between two times; 0 for never.
             since: The step from which they are counted.
         """
-        return is_due(state.step - since, every, last=self._steps - since)
+        return self._steering.wants_check or is_due(
+            state.step - since, every, last=self._steps - since
+        )
 
     def event(
         self, name: str, *, facts: Mapping[str, Any] | None = None, step: int | None = None
@@ -705,7 +776,8 @@ class Loop:
         self._write_event("result", **compare_evaluations(self._run.dir, metric))
 
     def _is_save_due(self, state: TrainState) -> bool:
-        return is_due(state.step, self._checkpoints.save_every, last=self._steps)
+        is_requested = self._steering.wants_save
+        return is_requested or is_due(state.step, self._checkpoints.save_every, last=self._steps)
 
     def _get_score(self, step: int) -> float | None:
         scored_step, score = self._score or (None, None)

@@ -127,15 +127,14 @@ def _format_table(title: str, table: Mapping[str, Any]) -> Iterator[str]:
     """Yield lines of names and the two values of each; none for an empty table."""
     if not table:
         return
-    rows = [(name, *map(_format_value, pair)) for name, pair in [*table.items()][:_MAX_ROWS]]
+    rows = []
+    for name, pair in [*table.items()][:_MAX_ROWS]:
+        texts = ["-" if value is None else str(value) for value in pair]
+        short = [x if len(x) <= _MAX_TEXT else f"{x[: _MAX_TEXT - 1]}\u2026" for x in texts]
+        rows.append((name, *short))
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     yield f"{title}:"
     for name, a, b in rows:
         yield f"  {name:{widths[0]}}  {a:{widths[1]}}  {b}"
     if len(table) > _MAX_ROWS:
         yield f"  and {len(table) - _MAX_ROWS} more, which --json lists"
-
-
-def _format_value(value: Any) -> str:
-    text = "-" if value is None else str(value)
-    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 1]}\u2026"

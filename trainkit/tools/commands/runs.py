@@ -75,8 +75,14 @@ def format_runs(runs: Sequence[RunStatus], folder: Path, *, width: int) -> str:
     for name, least in _SHRINK.items():
         excess = sum(widths.values()) + 2 * (len(widths) - 1) - width
         widths[name] = min(widths[name], max(least, widths[name] - max(0, excess)))
-    lines = ("  ".join(_fit(row[name], size) for name, size in widths.items()) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+    lines = []
+    for row in rows:
+        cells = [
+            row[name].ljust(size) if len(row[name]) <= size else f"{row[name][: size - 1]}\u2026"
+            for name, size in widths.items()
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def _format_row(status: RunStatus, folder: Path) -> Mapping[str, str]:
@@ -91,7 +97,3 @@ def _format_row(status: RunStatus, folder: Path) -> Mapping[str, str]:
         "LAYOUT": status.layout or "-",
         "WHY": " ".join((status.why or "-").split()),
     }
-
-
-def _fit(text: str, width: int) -> str:
-    return text.ljust(width) if len(text) <= width else f"{text[: width - 1]}\u2026"
