@@ -45,6 +45,7 @@ from trainkit.run.control import Mailbox
 from trainkit.run.directory import make_run_dir
 from trainkit.run.errors import EXIT_SAVED, report_errors
 from trainkit.run.garbage import Collect, collect_manually
+from trainkit.run.intervals import IntervalClock
 from trainkit.run.lock import lock_run
 from trainkit.run.log import make_logger, print_warning
 from trainkit.run.plots.load import plot_expert_load
@@ -58,7 +59,7 @@ from trainkit.run.startup import check_ranks_agree, make_code_facts
 from trainkit.run.steering import Handler, Steering, open_steering
 from trainkit.run.timeouts import Timeouts
 from trainkit.run.watchdog import Announce, is_echo, watch_ranks
-from trainkit.schedules import is_due
+from trainkit.schedules import Interval, is_due, parse_interval
 from trainkit.text.chat import template_hash
 from trainkit.text.tokenizers import tokenizer_hash
 from trainkit.types import (
@@ -391,6 +392,7 @@ class Run:
         logging: LoggingOptions | None = None,
         extra_sinks: Mapping[str, OpenSink] | None = None,
         policy: health.Policy | None = None,
+        batches_per_epoch: float | None = None,
     ) -> AbstractContextManager[Loop]:
         """Open what runs around the steps: `with run.loop(...) as loop`.
 
@@ -409,6 +411,10 @@ class Run:
             logging: How often metrics are read, and where they go.
             extra_sinks: Sinks of your own by name, each opened with `step=`; see `open_run_sinks`.
             policy: What to do about bad numbers.
+            batches_per_epoch: The length of an epoch, for intervals such as 2epochs.
+
+        Raises:
+            ConfigError: Checkpoints are saved by epochs, and there is no `batches_per_epoch`.
 
         Effects:
             Writes to the run directory. The guard may restore parameters and optimizer state.
@@ -423,12 +429,21 @@ class Run:
             self.log(
                 f"the run in {self.dir} is complete at step {state.step}; --steps takes it further"
             )
+        intervals = IntervalClock(
+            run_dir=self.dir,
+            world=self.ps.world,
+            batches_per_epoch=batches_per_epoch,
+            state=state,
+        )
+        checkpoints = checkpoints or checkpoint.CheckpointOptions()
+        intervals.check(checkpoints.save_every)
         return Loop(
             run=self,
             stages=modules_of(stages),
             optimizer=optimizer,
             steps=steps,
-            checkpoints=checkpoints or checkpoint.CheckpointOptions(),
+            checkpoints=checkpoints,
+            intervals=intervals,
             log_every=logging.log_every or default_interval,
             policy=policy or health.Policy(),
             flops_per_token=self.flops_per_token,
@@ -492,6 +507,7 @@ class Loop:
     _optimizer: torch.optim.Optimizer
     _steps: int
     _checkpoints: checkpoint.CheckpointOptions
+    _intervals: IntervalClock
     _log_every: int
     _policy: health.Policy
     # For the metric `mfu`: the model's FLOPs per token, and FLOP/s of one device; None if unknown.
@@ -652,6 +668,7 @@ class Loop:
             batch: The batch of this rank, for the guard.
         """
         self._batch = batch
+        self._intervals.note_batch(batch.microbatches, self._run.ps.loss.count)
         is_first = not self._has_recorded
         if not (is_first or is_due(state.step, self._log_every) or self._is_save_due(state)):
             # Copies, since the step may write into its tensors again before they are read.
@@ -742,24 +759,39 @@ class Loop:
             self._save(state, self._get_score(state.step))
         self._collect(idle=is_saved)
         self._last_step = state.step
+        self._intervals.advance(state, vote.clock)
         if not self._pending:
             self._step_start = time.perf_counter()
         return self._stop_reason
 
-    def is_due(self, state: TrainState, every: int, *, since: int = 0) -> bool:
-        """Return whether something is due that is done every so many steps, and after the last one.
+    def is_due(self, state: TrainState, every: int | Interval, *, since: int = 0) -> bool:
+        """Return whether something is due that is done at an interval, and after the last step.
 
-        It is also due after the next step when somebody requests an evaluation or a sample
+        Tokens and epochs are those of the state. Seconds are those of rank 0, which other ranks
+        know a step later; they count while a process trains, and go on after a resume. Something is
+        also due after the next step when somebody requests an evaluation or a sample
         (`control.control_run`).
 
         Args:
             state: The counters after a step.
-            every: The number of steps between two times; 0 for never.
-            since: The step from which they are counted.
+            every: A number of steps, or another interval; 0 for never.
+            since: The step from which steps are counted.
+
+        Raises:
+            ConfigError: The interval is in epochs, and `run.loop` has no `batches_per_epoch`.
+
+        Effects:
+            The first time for an interval in seconds it communicates: all ranks must call it.
         """
-        return self._steering.wants_check or is_due(
-            state.step - since, every, last=self._steps - since
-        )
+        is_requested = self._steering.wants_check
+        return self._has_passed(parse_interval(every), state, since=since) or is_requested
+
+    def _has_passed(self, interval: Interval, state: TrainState, *, since: int = 0) -> bool:
+        if interval.unit == "steps":
+            return is_due(state.step - since, int(interval.value), last=self._steps - since)
+        if not interval:
+            return False
+        return self._intervals.is_due(interval, state) or state.step == self._steps
 
     def event(
         self, name: str, *, facts: Mapping[str, Any] | None = None, step: int | None = None
@@ -776,8 +808,7 @@ class Loop:
         self._write_event("result", **compare_evaluations(self._run.dir, metric))
 
     def _is_save_due(self, state: TrainState) -> bool:
-        is_requested = self._steering.wants_save
-        return is_requested or is_due(state.step, self._checkpoints.save_every, last=self._steps)
+        return self._has_passed(self._checkpoints.save_every, state) or self._steering.wants_save
 
     def _get_score(self, step: int) -> float | None:
         scored_step, score = self._score or (None, None)
