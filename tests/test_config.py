@@ -552,4 +552,4 @@ def test_help_shows_the_forms_of_an_interval(capsys):
         load_config(Evaluated, ["--help"])
     shown = capsys.readouterr().out
     assert "--eval-every N|30min|100M-tokens|2epochs" in shown
-    assert "0 for never. (default: │ │ 325)" in " ".join(shown.split())
+    assert "0 for never. (default: 325)" in " ".join(shown.replace("\u2502", " ").split())
