@@ -39,13 +39,14 @@ class IntervalClock:
     _labels: float = 0.0  # the most tokens that have been added since
     _exact: tuple[int, int] | None = None  # a step since then, and its tokens as they were read
     _is_bounded: bool | None = None  # whether tokens are labels; known once they were read
-    _opened: float = attrs.field(factory=time.monotonic)
+    _opened: float = attrs.field(init=False)
     _first_step: int = attrs.field(init=False)
     _clock: float | None = None  # of rank 0, by the last vote
     _offset: float | None = None  # seconds of training when the clock is 0, once it is needed
     _seconds: tuple[float, float] = (0.0, 0.0)  # by the vote before the last one, and by that
 
     def __attrs_post_init__(self) -> None:
+        self._opened = time.monotonic()
         self._first_step = self.state.step
         self._tokens = (int(self.state.tokens),) * 2
 
