@@ -390,8 +390,23 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path, monkeypatch):
         control_run(tmp_path, "save")
     monkeypatch.undo()
     (tmp_path / "control").write_text("no folder")
-    with pytest.raises(DiskError, match="cannot write"):
+    with pytest.raises(DiskError, match=r"cannot write .*Not a directory"):
         control_run(tmp_path, "save")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only an administrator gives folders away")
+def test_the_owner_of_the_run_can_take_what_an_administrator_requests(tmp_path):
+    write_lock(tmp_path)
+    tmp_path.chmod(0o770)
+    os.chown(tmp_path, 12345, 54321)
+    before = os.umask(0o077)
+    try:
+        with pytest.raises(PeerError):
+            control_run(tmp_path, "save", patience=0.0)
+    finally:
+        os.umask(before)
+    info = (tmp_path / "control").stat()
+    assert (info.st_uid, info.st_gid, info.st_mode & 0o7777) == (12345, 54321, 0o770)
 
 
 # ------------------------------------------------------------------------------------ the mailbox

@@ -144,8 +144,9 @@ def control_run(
     )
     folder = run_dir / _FOLDER
     try:
-        folder.mkdir(exist_ok=True)
+        _make_folder(folder)
         with atomic_write(_path(folder, request.id, "new"), by="control") as file:
+            os.fchmod(file.fileno(), 0o644)  # under another umask the run could not read it
             file.write(orjson.dumps(attrs.asdict(request)))
     except (OSError, DiskError) as error:
         raise DiskError(
@@ -163,6 +164,17 @@ def control_run(
     if answer.verdict == "failed":
         raise DiskError(f"control: {name} failed: {answer.text}", where=str(run_dir))
     return request, answer
+
+
+def _make_folder(folder: Path) -> None:
+    """Create the folder of requests so that who owns the run can remove files in it."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir()
+        info = folder.parent.stat()
+        folder.chmod(info.st_mode & 0o7777)
+        if info.st_uid != folder.stat().st_uid:
+            with contextlib.suppress(PermissionError):  # an administrator may
+                os.chown(folder, info.st_uid, info.st_gid)
 
 
 def _get_user() -> str:

@@ -121,7 +121,8 @@ class IntervalClock:
             bound = Counters(tokens=int(most))
             if not is_interval_due(interval, Counters(tokens=int(before)), bound):
                 return False
-        tokens = int(state.tokens)
+        is_read = self._exact is not None and self._exact[0] == state.step
+        tokens = self._exact[1] if self._exact and is_read else int(state.tokens)
         # A recipe of one's own may count what are no labels: then every step reads the tokens.
         self._is_bounded = self._is_bounded is not False and tokens <= most
         self._exact = state.step, tokens
