@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import attrs
 import orjson
 import pytest
 import torch
-from recipe_runs import events, lines
+from recipe_runs import SMALL, events, lines, start
 
 from trainkit.__main__ import main
 from trainkit.run import Timeouts, open_run
@@ -187,9 +188,15 @@ def test_requests_at_once_are_carried_out_after_the_same_step_in_their_order(tmp
 # ------------------------------------------------------------------------------------ two ranks
 
 
+def train_on_ranks(out, *, log_every=1):
+    """Train on several ranks, the first of which looks for requests at every step."""
+    module._POLL = 0.0
+    return train(out, log_every=log_every, profiler=True)
+
+
 def test_all_ranks_carry_out_a_request_after_the_same_step(tmp_path):
     script = [("evaluate",), ("save",), ("log-every", 2), ("profile", 1), ("evaluate",), ("stop",)]
-    run = partial(run_ranks, partial(train, log_every=4, profiler=True), 2, tmp_path)
+    run = partial(run_ranks, partial(train_on_ranks, log_every=4), 2, tmp_path)
     ranks, answers = steer(tmp_path, script, run)
     assert ranks[0] == ranks[1]
     assert [x[:2] for x in answers] == [(name, "done") for name, *_ in script]
@@ -202,11 +209,40 @@ def test_all_ranks_carry_out_a_request_after_the_same_step(tmp_path):
 
 
 def test_an_abort_ends_all_ranks_after_the_same_step_without_a_save(tmp_path):
-    run = partial(run_ranks, train, 2, tmp_path)
+    run = partial(run_ranks, train_on_ranks, 2, tmp_path)
     ranks, answers = steer(tmp_path, [("abort",)], run)
     assert ranks[0] == ranks[1]
     assert (ranks[0]["code"], answers[0][1]) == (76, "done")
     assert list_checkpoints(tmp_path / "checkpoints") == []
+
+
+def test_a_recipe_under_torchrun_is_steered_by_the_command(tmp_path, capsys):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(f'{{"text": "{"word " * (9 + n % 7)}{n}"}}\n' for n in range(400)))
+    flags = f"{SMALL} --steps 1000000 --save-every 1h --eval-every 0 --log-every 1000 --sample 4"
+    out = tmp_path / "run"
+    process = start("pretrain", "--data", corpus, "--out", out, *flags.split(), ranks=2)
+    try:
+        deadline = time.monotonic() + 120
+        while not (out / "metrics.jsonl").exists() or not lines(out):
+            assert time.monotonic() < deadline
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        for words in ("evaluate", "log-every 1", "save", "stop"):
+            assert main(["control", str(out), *words.split()]) == 0
+        reports = capsys.readouterr().out
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert '"text": "held-out loss ' in reports
+    steps = {x["request"]: x["step"] for x in events(out, "control")}
+    assert [*steps] == ["evaluate", "log-every", "save", "stop"]
+    saved = [int(path.name[5:]) for path in list_checkpoints(out / "checkpoints")]
+    assert saved == [steps["stop"], steps["save"]]
+    assert [x["step"] for x in events(out, "evaluation")] == [steps["evaluate"]]
+    assert [x["step"] for x in lines(out)] == [*range(1, steps["stop"] + 1)]
+    assert main(["control", str(out), "save"]) == 64
+    assert "has stopped: stop by" in capsys.readouterr().out, err
 
 
 # ------------------------------------------------------------------------------------ no run
