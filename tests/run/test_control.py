@@ -22,6 +22,7 @@ from trainkit.run import Timeouts, open_run
 from trainkit.run import control as module
 from trainkit.run.control import REQUESTS, Mailbox, Request, check_request, control_run
 from trainkit.run.sinks import LoggingOptions
+from trainkit.run.steering import open_steering
 from trainkit.tools.testing import run_ranks
 from trainkit.types import ConfigError, Cursor, DiskError, PeerError, StepBatch
 from trainkit.weights.checkpoint import CheckpointOptions, list_checkpoints
@@ -103,7 +104,7 @@ def steer(out, script, run):
 
 @pytest.mark.usefixtures("quick")
 def test_each_request_is_carried_out_answered_and_recorded(tmp_path):
-    script = [("save",), ("evaluate",), ("sample",), ("log-every", 3), ("profile", 2), ("stop",)]
+    script = [("save",), ("evaluate",), ("sample",), ("log-every", 3), ("profile", 9), ("stop",)]
     found, answers = steer(tmp_path / "run", script, partial(train, tmp_path / "run"))
     by_name = {name: (verdict, step, text) for name, verdict, step, text in answers}
     assert [*by_name] == [name for name, *_ in script]
@@ -114,8 +115,11 @@ def test_each_request_is_carried_out_answered_and_recorded(tmp_path):
     assert by_name["sample"][2].startswith("held-out loss 1.5000; samples, if")
     first = by_name["log-every"][1] + 1
     assert by_name["log-every"][2].startswith(f"from step {first} on the metrics of 3 steps")
-    assert by_name["profile"][0] == "ConfigError"
-    assert "refused: this run has no profiler" in by_name["profile"][2]
+    begin = by_name["profile"][1] + 1
+    assert by_name["profile"][2].startswith(f"steps {begin} to {begin + 8} are profiled; traces ")
+    (profiled,) = events(tmp_path / "run", "profile")
+    assert (profiled["first"], Path(profiled["path"]).is_dir()) == (begin, True)
+    assert by_name["profile"][2].endswith(f"will be in {profiled['path']}")
     assert by_name["stop"] == ("done", found["step"], "saved; the same command resumes from there")
     assert (found["stop"], found["code"]) == (f"stop by {module._get_user()}@{HOST}", 75)
     assert saved[0].name == f"step_{found['step']:08}"
@@ -150,6 +154,34 @@ def test_a_run_without_an_evaluation_says_so(tmp_path):
     for answer in answers[:2]:
         assert answer[1] == "ConfigError"
         assert "this run evaluates nothing" in answer[3]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_second_profile_is_refused_until_the_first_has_ended(tmp_path):
+    script = [("profile", 10**6), ("profile", 1), ("stop",)]
+    _, answers = steer(tmp_path, script, partial(train, tmp_path))
+    assert [x[1] for x in answers] == ["done", "ConfigError", "done"]
+    assert "profile was refused: steps " in answers[1][3]
+
+
+def test_what_nothing_carries_out_is_refused(tmp_path):
+    write_lock(tmp_path)
+    written = []
+    box = Mailbox(tmp_path)
+    with open_steering(
+        box,
+        write_event=lambda _, **facts: written.append(facts),
+        log=str,
+        ranks=1,
+        is_first=True,
+        handlers={},
+    ) as steering:
+        name = write(tmp_path, "log-every", argument=3)
+        steering.carry_out(box.take(), 7)
+    answer = json.loads((tmp_path / "control" / f"{name}.done.json").read_text())
+    assert (answer["verdict"], answer["step"]) == ("refused", 7)
+    assert answer["text"] == "nothing in this run carries out log-every"
+    assert [x["verdict"] for x in written] == ["refused"]
 
 
 @pytest.mark.usefixtures("quick")

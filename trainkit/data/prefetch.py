@@ -13,6 +13,7 @@ import torch
 
 from trainkit.batch import to_device
 from trainkit.batch.batches import map_tensors
+from trainkit.phases import as_phase
 from trainkit.types import DataError, StepBatch
 
 if TYPE_CHECKING:
@@ -81,17 +82,21 @@ def prefetch_batches(
             "prefetch_batches: ahead must be at least 1 and timeout above 0, got "
             f"ahead={ahead}, timeout={timeout}"
         )
+    # Starts a thread at a cursor: for the first batch, and again after each jump.
     start = partial(_Worker, make_batch, ahead=ahead, device=_add_index(device))
     worker = start(cursor)
     next_cursor = cursor
     end: list[BaseException | None] = []  # the error or the None that ended the batches
     is_timed_out = is_closed = False
 
+    @as_phase("data")
     def next_batch(cursor: Cursor | None = None) -> StepBatch | None:
         nonlocal worker, next_cursor, is_timed_out
         if is_closed:
             raise ValueError("prefetch_batches: next_batch was called after its block")
         if cursor is not None and cursor != next_cursor:
+            # A jump: prefetched batches are of another place. A thread that hangs is not waited for
+            # again.
             worker.close(0 if is_timed_out else timeout)
             worker = start(cursor)
             next_cursor = cursor
@@ -105,6 +110,7 @@ def prefetch_batches(
                 batch = _make_timeout_error(next_cursor, timeout)
                 arrival = None
             if isinstance(batch, StepBatch):
+                # The batch is in use from here on, and makes room for another one.
                 worker.room.release()
                 next_cursor = batch.cursor
                 return _synchronize(batch, arrival)
@@ -153,6 +159,7 @@ class _Worker:
     ) -> None:
         """Make batches while there is room, until the worker is closed or they end."""
         try:
+            # Copies to the device run on a stream of their own, in parallel with the computation.
             stream = None
             if device is not None and device.type == "cuda":
                 # The current device is a setting of the thread.
@@ -171,6 +178,7 @@ class _Worker:
     def close(self, timeout: float) -> None:
         """Stop the thread, and wait for the batch in preparation."""
         self.closed.set()
+        # Wakes a thread that waits for room, so that it sees `closed`.
         self.room.release()
         self.thread.join(timeout)
 

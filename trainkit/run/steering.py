@@ -76,8 +76,7 @@ class Steering:
 
     def _call_handler(self, request: Request, step: int) -> None:
         if request.name not in self.handlers:
-            names = {"profile": "profiler"}
-            self._finish(request, "refused", f"this run has no {names.get(request.name)}")
+            self._finish(request, "refused", f"nothing in this run carries out {request.name}")
             return
         try:
             text = self.handlers[request.name](request.argument, step)

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-# The room, whose table is lazy: `data.packed` loads torch, and processes of `prepare` import this.
+# The package, which loads its modules when they are used: `data.packed` imports torch, and the
+# processes of `prepare` import this module without needing that.
 from trainkit import data
 from trainkit.data.corpus import iterate_documents, make_corpus
 from trainkit.packing import pack_bins, report_packing
 from trainkit.packing.report import format_overlong_warning
+from trainkit.phases import as_phase
 from trainkit.text.chat import mismatch_answers, pack_pairs
 from trainkit.text.corpora.open import held_out_documents, hold_out
 from trainkit.types import SOLO, Log, Sample, log_info
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from trainkit.types import Axis
 
 
+@as_phase("data")
 def pack_corpora(
     corpora: Mapping[str, TokenCorpus | ConcatCorpus],
     capacity: int,
