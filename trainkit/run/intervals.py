@@ -35,7 +35,7 @@ class IntervalClock:
     batches_per_epoch: float | None
     state: TrainState
     """The state when it was last considered."""
-    _tokens: tuple[float, float] = attrs.field(init=False)  # bounds of those of `state`
+    _tokens: tuple[float, float] | None = None  # bounds of those of `state`, once they are needed
     _labels: float = 0.0  # the most tokens that have been added since
     _exact: tuple[int, int] | None = None  # a step since then, and its tokens as they were read
     _is_bounded: bool | None = None  # whether tokens are labels; known once they were read
@@ -48,7 +48,6 @@ class IntervalClock:
     def __attrs_post_init__(self) -> None:
         self._opened = time.monotonic()
         self._first_step = self.state.step
-        self._tokens = (int(self.state.tokens),) * 2
 
     def check(self, interval: Interval) -> None:
         """Raise ConfigError if this run cannot count an interval.
@@ -98,12 +97,11 @@ class IntervalClock:
 
     def advance(self, state: TrainState, clock: float) -> None:
         """Go on from a state, at a time of rank 0's clock; everything due has been considered."""
-        is_rolled_back = state.step <= self.state.step
-        if is_rolled_back or _is_on_host(state.tokens):
-            self._tokens = (int(state.tokens),) * 2
-        elif self._exact is not None and self._exact[0] == state.step:
+        if self._exact is not None and self._exact[0] == state.step:
             self._tokens = (self._exact[1],) * 2
-        else:
+        elif state.step <= self.state.step or _is_on_host(state.tokens):  # rolled back, or cheap
+            self._tokens = None
+        elif self._tokens is not None:
             self._tokens = self._tokens[0], self._tokens[1] + self._labels
         self._labels = 0.0
         self._exact = None
@@ -115,8 +113,9 @@ class IntervalClock:
             self._seconds = self._seconds[1], now
 
     def _are_tokens_due(self, interval: Interval, state: TrainState) -> bool:
-        before, most = self._tokens
-        most += self._labels
+        if self._tokens is None:
+            self._tokens = (int(self.state.tokens),) * 2
+        before, most = self._tokens[0], self._tokens[1] + self._labels
         if not _is_on_host(state.tokens) and self._is_bounded and math.isfinite(most):
             bound = Counters(tokens=int(most))
             if not is_interval_due(interval, Counters(tokens=int(before)), bound):
