@@ -85,7 +85,6 @@ __all__ = [
     "peak_flops",
     "precision",
     "read_memory_stats",
-    "recomputed_flops",
     "recall",
     "recomputed_flops",
     "reduce_metrics",
