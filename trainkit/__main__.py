@@ -17,6 +17,7 @@ Training itself is a recipe, python recipes/pretrain.py; these commands stand ar
   python -m trainkit checkpoint ls runs/mine   what a run has saved; also verify, diff, prune,
                                                export and convert
   python -m trainkit export runs/mine model/   a run as a Hugging Face folder
+  python -m trainkit report runs/mine          a page about a run, or several, for a browser
   python -m trainkit certify --world 2         that two ranks compute what one computes
 
 Each explains itself, with examples: python -m trainkit COMMAND --help
@@ -35,7 +36,7 @@ import orjson
 
 from trainkit.run.config import check_argv
 from trainkit.run.errors import get_exit_code, open_standard_streams
-from trainkit.tools.commands import certify, checkpoint, data, export, pack, plan, prepare, score
+from trainkit.tools.commands import certify, checkpoint, data, export, pack, plan, prepare, report, score
 from trainkit.tools.commands.text import as_text
 from trainkit.types import ConfigError
 
@@ -47,6 +48,7 @@ COMMANDS = {
     "score": score,
     "checkpoint": checkpoint,
     "export": export,
+    "report": report,
     "certify": certify,
 }
 
