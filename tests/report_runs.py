@@ -56,7 +56,7 @@ def make_steps(count, *, seed=0, lr=3e-4, rate=1.0, corpora=CORPORA, slow_after=
             "perplexity": math.exp(min(20, loss[i])),
             "grad_norm": float(norm[i]),
             "skipped": 0,
-            "lr": float(lr * warm[i] * decay[i]),
+            "lr": float(lr * warm[i] * (0.05 + 0.95 * decay[i])),
             "tokens": valid,
             "tokens_processed": tokens,
             "tokens_total": valid * int(steps[i]),
@@ -92,17 +92,6 @@ def make_events(lines, *, last, ranks=16, every=1000, save=500, end=True, config
         "trainkit": "0.1.0.dev0",
         "trainkit source": "39b3fe10c791f85b",
     }
-    hosts = [
-        {
-            "host": f"node-{n}",
-            "ranks": list(range(8 * n, 8 * n + 8)),
-            "device": "NVIDIA H100 80GB HBM3",
-            "driver": "570.86",
-            "python": "3.12.4",
-            "torch": "2.13.0+cu130",
-        }
-        for n in range(max(1, ranks // 8))
-    ]
     events = [
         {
             "time": begin,
@@ -113,12 +102,7 @@ def make_events(lines, *, last, ranks=16, every=1000, save=500, end=True, config
             "last": last,
             "run": "cfe556",
         },
-        {
-            "time": begin + 1,
-            "event": "host",
-            "hosts": hosts,
-            "layout": {"dp_shard": ranks // 4, "tp": 2, "pp": 2},
-        },
+        make_host(begin + 1, ranks),
         {"time": begin + 2, "event": "resume", "step": 0, "messages": [], "software": software},
     ]
     for name, share in CORPORA.items():
@@ -182,6 +166,22 @@ def make_events(lines, *, last, ranks=16, every=1000, save=500, end=True, config
             }
         )
     return events
+
+
+def make_host(time, ranks):
+    """Return the event that lists the machines."""
+    hosts = [
+        {
+            "host": f"node-{n}",
+            "ranks": list(range(8 * n, 8 * n + 8)),
+            "device": "NVIDIA H100 80GB HBM3",
+            "driver": "570.86",
+            "torch": "2.13.0+cu130",
+        }
+        for n in range(max(1, ranks // 8))
+    ]
+    layout = {"dp_shard": ranks // 4, "tp": 2, "pp": 2}
+    return {"time": time, "event": "host", "hosts": hosts, "layout": layout}
 
 
 def make_layers(lines, *, layers=12, every=50):
@@ -278,7 +278,7 @@ def healthy(
                 .tolist()
                 for layer in range(4)
             ]
-    events = make_events(lines, last=count, every=max(1, count // 20), save=max(1, count // 40))
+    events = make_events(lines, last=count, ranks=8, every=max(1, count // 20), save=max(1, count // 40))
     skipped = 0
     for at, jump in ((0.18, 0.9), (0.37, 2.6), (0.372, 1.1), (0.66, 0.7)):
         line = lines[int(at * count)]
@@ -310,7 +310,7 @@ def healthy(
             "event": "start",
             "step": down["step"] - 1,
             "repeated": 0,
-            "ranks": 16,
+            "ranks": 8,
             "last": count,
         }
     )
@@ -321,10 +321,11 @@ def healthy(
             "event": "start",
             "step": moved["step"] - 1,
             "repeated": 38,
-            "ranks": 12,
+            "ranks": 16,
             "last": count,
         }
     )
+    events.append(make_host(moved["time"] - 59, 16))
     bad = lines[int(0.74 * count)]
     events.append(
         {
@@ -341,7 +342,7 @@ def healthy(
             "step": bad["step"] + 300,
             "request": "save",
             "by": "ada",
-            "ranks": 12,
+            "ranks": 16,
         }
     )
     events.append(

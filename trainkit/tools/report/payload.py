@@ -221,7 +221,14 @@ def _mark_bad_steps(axes: _Axes) -> list[dict[str, Any]]:
         if bad or skipped > before:
             kind = "nonfinite" if "loss" in bad else "skipped"
             values = {name: line.get(f"{name}_hex") or "no number" for name in bad}
-            marks.append({"x": axes.locate(line["step"], None), "kind": kind, "values": values})
+            marks.append(
+                {
+                    "x": axes.locate(line["step"], None),
+                    "t": x if math.isfinite(x := _to_number(line.get("time"))) else None,
+                    "kind": kind,
+                    "values": values,
+                }
+            )
         before = skipped if math.isfinite(skipped) else before
     return marks[-_MOST_EVENTS:]
 
@@ -242,7 +249,7 @@ def describe_events(events: Sequence[Line], axes: Any, notes: list[str]) -> list
         if name == "start":
             count = event.get("ranks")
             kind = "start" if ranks is None else "restart" if count == ranks else "ranks"
-            text = f"{count} ranks" if kind != "ranks" else f"{ranks} ranks, then {count}"
+            text = f"{ranks} ranks, then {count}" if kind == "ranks" else f"on {count} ranks"
             ranks = count
             if repeated := event.get("repeated"):
                 text += f"; {repeated} steps are repeated"
@@ -268,6 +275,8 @@ def describe_events(events: Sequence[Line], axes: Any, notes: list[str]) -> list
 
 
 _KINDS = {"rolled back": "rollback", "apply": "spike"}
+_NO_FACTS = ("time", "event", "step", "software")  # columns of the table, or another table
+_LEADING = ("path", "reason", "why", "what", "prompt", "text")
 
 
 def _describe_facts(event: Line) -> str:
@@ -275,14 +284,27 @@ def _describe_facts(event: Line) -> str:
     facts = {
         key: x
         for key, x in event.items()
-        if key not in ("time", "event", "step") and x not in (None, [], "", {})
+        if key not in _NO_FACTS and x is not None and x not in ("", [], {})
     }
-    first = [
-        str(facts.pop(key)) for key in ("reason", "why", "what", "prompt", "text") if key in facts
-    ]
-    return " · ".join(
-        [*first, *(f"{key.removeprefix('eval/')} {_to_text(x)}" for key, x in facts.items())]
-    )
+    if isinstance(facts.get("hosts"), list):  # what they are stands in the table of software
+        facts["hosts"] = ", ".join(
+            str(x.get("host")) for x in facts["hosts"] if isinstance(x, dict)
+        )
+    if isinstance(facts.get("path"), str):
+        facts["path"] = facts["path"].rpartition("/")[2]
+    leading = [str(facts.pop(key)) for key in _LEADING if key in facts]
+    return " · ".join([*leading, *(_format_fact(key, x) for key, x in facts.items())])
+
+
+def _format_fact(name: str, value: Any) -> str:
+    """Return a name and a value; the values of a dict are its facts in turn."""
+    name = name.removeprefix("eval/").replace("_", " ")
+    if isinstance(value, dict):
+        inner = ", ".join(f"{key} {_to_text(x)}" for key, x in value.items())
+        return f"{name}: {inner}"
+    if type(value) is int:
+        return f"{name} {value:,}"
+    return f"{name} {_to_text(value)}"
 
 
 def _list_samples(events: Iterable[Line], notes: list[str]) -> list[dict[str, Any]]:

@@ -41,15 +41,19 @@ def make_buckets(count: int, *, limit: int) -> Buckets:
 def thin_axis(x: Sequence[float] | Values, buckets: Buckets) -> Values:
     """Return the positions of the points: two for each bucket, its first line and its middle.
 
+    The last point stands at the last line.
+
     Examples:
         >>> thin_axis(range(12), make_buckets(12, limit=3)).tolist()
-        [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+        [0.0, 2.0, 4.0, 6.0, 8.0, 11.0]
     """
     x = np.asarray(x, dtype=np.float64)
     if buckets.edges is None:
         return x
     first, following = buckets.edges[:-1], buckets.edges[1:]
-    return x[np.stack([first, (first + following) // 2], axis=1).ravel()]
+    rows = np.stack([first, (first + following) // 2], axis=1).ravel()
+    rows[-1] = len(x) - 1  # an axis reaches to the last line
+    return x[rows]
 
 
 def thin_values(values: Sequence[Any] | Values, buckets: Buckets) -> tuple[Values, Values | None]:

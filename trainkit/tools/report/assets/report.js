@@ -5,6 +5,7 @@
   const runs = page.runs;
   const root = document.documentElement;
   const several = runs.length > 1;
+  const RIGHT = 16; // so that the last label of an axis is whole
   const GUTTER = 56; // pixels left of every plot, so that all of them align
 
   // ---------------------------------------------------------------- small helpers
@@ -80,7 +81,7 @@
     return x < 172800 ? `${trim((x / 3600).toPrecision(3))} h` : `${trim((x / 86400).toPrecision(3))} d`;
   }
   const clock = (unix) => new Date(unix * 1000).toLocaleString("en-GB", { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit", second: "2-digit" });
-  const plain = (x) => (isNumber(x) ? (Math.abs(x) >= 1e5 ? short(x) : trim(x.toPrecision(5))) : "–");
+  const plain = (x) => (isNumber(x) ? (Math.abs(x) >= 1e5 || (x && Math.abs(x) < 1e-3) ? short(x, 4) : trim(x.toPrecision(5))) : "–");
   const FORMATS = { plain, short, bytes, percent, seconds };
 
   // ---------------------------------------------------------------- what the reader has chosen
@@ -130,27 +131,31 @@
 
   // ---------------------------------------------------------------- curves
 
-  /** Debiased exponential mean over so many steps: the same curve whether points are thinned or not. */
+  /** Mean over the steps around, weighted by exp(-distance / window): it does not lag, as a mean of past steps would. */
   function smooth(run, name, window) {
     const { v, m } = run.series[name];
     const values = m || v;
     const stride = m ? 2 : 1;
-    const steps = run.x.step;
-    let mean = 0, weight = 0, before = null;
-    const out = new Array(v.length);
-    for (let i = 0; i < values.length; i++) {
-      let x = values[i];
-      if (x !== null && window > 0) {
-        const gap = before === null ? 1 : Math.max(1, steps[i * stride] - before);
-        const keep = Math.exp(-gap / window);
-        mean = mean * keep + x * (1 - keep);
-        weight = weight * keep + (1 - keep);
-        before = steps[i * stride];
-        x = mean / weight;
+    let out = values;
+    if (window > 0) {
+      const at = (i) => run.x.step[i * stride];
+      const sums = new Float64Array(values.length), weights = new Float64Array(values.length);
+      for (const step of [1, -1]) {
+        let sum = 0, weight = 0, before = null;
+        for (let i = step > 0 ? 0 : values.length - 1; i >= 0 && i < values.length; i += step) {
+          if (values[i] === null) continue;
+          const keep = before === null ? 0 : Math.exp(-Math.abs(at(i) - at(before)) / window);
+          // The value itself counts once, not in both directions.
+          sums[i] += sum * keep + (step > 0 ? values[i] : 0);
+          weights[i] += weight * keep + (step > 0 ? 1 : 0);
+          sum = sum * keep + values[i];
+          weight = weight * keep + 1;
+          before = i;
+        }
       }
-      for (let j = 0; j < stride; j++) out[i * stride + j] = x;
+      out = values.map((x, i) => (x === null ? null : sums[i] / weights[i]));
     }
-    return out;
+    return stride === 1 ? out : out.flatMap((x) => [x, x]);
   }
   /** A value that stands in few lines joins them; one that is missing for once leaves a gap. */
   function bridge(values) {
@@ -166,6 +171,7 @@
       high = Math.max(high, x.at(-1));
     });
     if (!isFinite(low)) return [0, 1];
+    if (low > 0 && low < 0.03 * high) low = 0; // where runs start
     return low === high ? [low - 0.5, high + 0.5] : [low, high];
   }
   const view = () => choice.zoom || domain();
@@ -200,10 +206,10 @@
     values.sort((a, b) => a - b);
     const at = (share) => values[Math.round(share * (values.length - 1))];
     let low = values[0], high = values.at(-1);
-    const bulk = at(0.985) - at(0.015);
-    if (!spec.all && values.length > 40 && bulk > 0 && high - low > 7 * bulk) {
-      if (high - at(0.985) > 2 * bulk) high = at(0.985) + 0.6 * bulk;
-      if (at(0.015) - low > 2 * bulk) low = at(0.015) - 0.6 * bulk;
+    const bulk = at(0.97) - at(0.015);
+    if (!spec.all && values.length > 40 && bulk > 0 && high - low > 3.5 * bulk) {
+      if (high - at(0.97) > 1.5 * bulk) high = at(0.97) + 0.7 * bulk;
+      if (at(0.015) - low > 1.5 * bulk) low = at(0.015) - 0.6 * bulk;
     }
     if (spec.zero) low = Math.min(low, 0);
     if (spec.log && low > 0) return [low / 1.08, high * 1.08];
@@ -213,11 +219,12 @@
 
   const time = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 345600, 864000];
   const counts = [1, 2, 5].flatMap((x) => Array.from({ length: 16 }, (_, e) => x * 10 ** e)).sort((a, b) => a - b);
+  const binary = [0, 1, 2, 3, 4].flatMap((e) => [1, 2, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 128, 200, 256, 500, 512].map((x) => x * 1024 ** e));
   function makeAxes(spec) {
     const axis = { stroke: () => color("ink-3"), font: `11px ${color("sans")}`, ticks: { show: false }, grid: { stroke: () => color("grid"), width: 1 } };
     return [
       { ...axis, size: 24, gap: 5, space: 64, incrs: choice.axis === "time" ? time : counts, values: (_, all) => all.map((x) => AXES[choice.axis][1](x)) },
-      { ...axis, size: GUTTER, gap: 6, space: spec.log ? 26 : 32, values: (_, all) => tickLabels(all, spec.format) },
+      { ...axis, size: GUTTER, gap: 6, space: spec.log || spec.low ? 22 : 32, ...(spec.format === "bytes" ? { incrs: binary } : {}), values: (_, all) => tickLabels(all, spec.format) },
     ];
   }
   /** Ticks of an axis differ by little: as many digits as tell them apart. */
@@ -259,7 +266,7 @@
       const box = plotNode.getBoundingClientRect();
       item.plot = new uPlot({
         width: Math.max(120, Math.floor(box.width) || 300), height: Math.max(90, Math.floor(box.height) || 150),
-        padding: [8, 8, 0, 0], legend: { show: false }, bands,
+        padding: [8, RIGHT, 0, 0], legend: { show: false }, bands,
         scales: { x: { time: false, range: () => view() }, y: { distr: spec.log ? 3 : 1, range: (u) => chooseRange(u, spec) } },
         axes: makeAxes(spec), series,
         cursor: {
@@ -303,7 +310,7 @@
       const found = source.run.series[source.name];
       if (!isShown(index) || !x || !found) return;
       const stroke = () => color(source.color);
-      const isLight = choice.window > 0 || found.m;
+      const isLight = !spec.exact && (choice.window > 0 || found.m);
       const table = [x, bridge(found.v)];
       add({ stroke: () => (isLight ? fade(color(source.color), several ? 0.2 : 0.3) : color(source.color)), width: isLight ? 1 : 1.5, dash: source.dash });
       if (isLight) {
@@ -342,7 +349,7 @@
     const data = [x], series = [{}], lines = [];
     for (const { source, sums, values } of [...layers].reverse()) {
       data.push(sums);
-      series.push({ stroke: () => color("card"), width: 0.75, fill: () => color(source.color), points: { show: false } });
+      series.push({ width: 0, fill: () => mix(color("card"), color(source.color), 0.72), points: { show: false } });
       lines.unshift({ ...source, at: series.length - 1, values });
     }
     if (spec.share) for (const line of lines) line.values = line.values.map((value, i) => (below[i] > 0 && value !== null ? value / below[i] : null));
@@ -354,7 +361,7 @@
     if (lines.length < 2 && !spec.stack) return;
     for (const line of lines) {
       const total = spec.totals?.[line.name];
-      node.append(make("span", {}, make("i", { class: spec.stack ? "swatch" : "swatch line", style: { background: `var(--${line.color})` } }),
+      node.append(make("span", {}, make("i", { class: spec.stack ? "swatch" : "swatch line", style: { background: spec.stack ? `color-mix(in srgb, var(--${line.color}) 72%, var(--card))` : `var(--${line.color})` } }),
         make("bdi", { text: line.label }), total ? make("b", { text: total }) : null));
     }
   }
@@ -503,7 +510,7 @@
   // kind: [row of the lane, colour, shape, whether it is drawn small]
   const KINDS = {
     start: ["run", "ink-2", "play"], restart: ["run", "accent", "play"], ranks: ["run", "c4", "play"], stop: ["run", "ink-2", "square"], end: ["run", "ink-2", "square"], failure: ["run", "bad", "square"],
-    save: ["saves", "good", "dot"], "save failed": ["saves", "bad", "cross"], evaluation: ["evals", "accent", "diamond"], sample: ["evals", "c3", "ring"],
+    save: ["saves", "good", "dot"], "save failed": ["saves", "bad", "cross"], evaluation: ["evals", "accent", "diamond"], sample: ["samples", "c3", "ring"],
     skip: ["steps", "warn", "cross"], spike: ["steps", "warn", "up"], rollback: ["steps", "bad", "back"], rewind: ["steps", "ink-3", "back"], divergence: ["steps", "bad", "up"], nonfinite: ["steps", "bad", "cross"],
     control: ["notes", "c4", "ring"], profile: ["notes", "c4", "diamond"], straggler: ["notes", "warn", "dot"], health: ["notes", "warn", "up"], warning: ["notes", "warn", "up"],
   };
@@ -513,7 +520,7 @@
     ring: "M-3 0a3 3 0 1 0 6 0a3 3 0 1 0-6 0Z", diamond: "M0-4.2L4.2 0L0 4.2L-4.2 0Z", up: "M0-4.2L4.4 3.6H-4.4Z", cross: "M-3.2-3.2L3.2 3.2M3.2-3.2L-3.2 3.2",
   };
   const QUIET = ["resume", "packing", "memory", "host", "startup", "result", "rollout"]; // in the table, not on the lane
-  const LANES = ["run", "steps", "saves", "evals", "notes"];
+  const LANES = ["run", "steps", "saves", "evals", "samples", "notes"];
   const kindOf = (event) => KINDS[event.kind] || ["notes", "ink-3", "ring"];
   function glyph(kind, tone) {
     const [, own, shape] = KINDS[kind] || ["notes", "ink-3", "ring"];
@@ -530,7 +537,7 @@
     return svg;
   }
   function eventsOf(run) {
-    const marks = run.marks.filter((mark) => mark.kind === "nonfinite").map((mark) => ({ t: null, x: mark.x, kind: "nonfinite", text: Object.entries(mark.values).map(([name, value]) => `${name} is ${value}`).join(", ") }));
+    const marks = run.marks.filter((mark) => mark.kind === "nonfinite").map((mark) => ({ t: mark.t, x: mark.x, kind: "nonfinite", text: Object.entries(mark.values).map(([name, value]) => `${name} is ${value}`).join(", ") }));
     return [...run.events, ...marks];
   }
 
@@ -548,10 +555,10 @@
     lane.redraw = () => {
       svg.replaceChildren();
       const plot = item.plot;
-      const left = plot.over.offsetLeft, width = plot.over.clientWidth;
+      const left = GUTTER, width = plot.width - GUTTER - RIGHT; // uPlot places its parts later
       rows.forEach((name, row) => {
         const y = (row + 0.5) * height;
-        svg.append(draw("line", { class: "row", x1: left, x2: left + width, y1: y, y2: y }));
+        svg.append(draw("line", { class: "row", x1: left, x2: left + width + 6, y1: y, y2: y }));
         const label = draw("text", { x: left - 7, y: y + 3.5, "text-anchor": "end", text: name.length > 9 ? `${name.slice(0, 8)}…` : name });
         svg.append(label);
       });
@@ -578,17 +585,18 @@
   function eventTable() {
     const all = runs.flatMap((run, index) => eventsOf(run).map((event) => ({ event, index }))).sort((a, b) => (b.event.t ?? 0) - (a.event.t ?? 0) || b.event.x[0] - a.event.x[0]);
     if (!all.length) return null;
-    const kinds = [...new Set(all.map(({ event }) => event.kind))].sort((a, b) => (KINDS[a] ? 0 : 1) - (KINDS[b] ? 0 : 1));
+    const order = Object.keys(KINDS);
+    const kinds = [...new Set(all.map(({ event }) => event.kind))].sort((a, b) => (order.indexOf(a) + 1 || 99) - (order.indexOf(b) + 1 || 99));
     const rare = kinds.filter((kind) => !["save", "evaluation", "sample"].includes(kind));
     let shown = new Set(all.length > 40 && rare.length ? rare : kinds);
     const body = make("tbody");
     const fill = () => {
       body.replaceChildren(...all.filter(({ event }) => shown.has(event.kind)).slice(0, 400).map(({ event, index }) => make("tr", {},
         make("td", { class: "n", text: whole(event.x[0]) }),
-        make("td", { text: event.t ? clock(event.t) : "" }),
-        several ? make("td", {}, make("span", { class: "kind" }, make("i", { class: "swatch", style: { background: `var(--${runColor(index)})` } }), make("bdi", { text: runs[index].name }))) : null,
-        make("td", {}, make("span", { class: "kind" }, glyphIcon(event.kind), make("bdi", { text: event.kind === "nonfinite" ? "not finite" : event.kind }))),
-        make("td", { text: event.text }))));
+        make("td", { class: "s", text: event.t ? clock(event.t) : "" }),
+        several ? make("td", { class: "s" }, make("span", { class: "kind" }, make("i", { class: "swatch", style: { background: `var(--${runColor(index)})` } }), make("bdi", { text: runs[index].name }))) : null,
+        make("td", { class: "s" }, make("span", { class: "kind" }, glyphIcon(event.kind), make("bdi", { text: event.kind === "nonfinite" ? "not finite" : event.kind }))),
+        make("td", { class: "wrap", text: event.text }))));
     };
     const chips = make("div", { class: "chips" }, ...kinds.map((kind) => make("button", { type: "button", "aria-pressed": String(shown.has(kind)), text: `${kind === "nonfinite" ? "not finite" : kind} ${all.filter(({ event }) => event.kind === kind).length}`, on: { click: (click) => {
       if (shown.has(kind)) shown.delete(kind); else shown.add(kind);
@@ -619,10 +627,10 @@
     const item = { node, rescale: () => item.redraw() };
     let placed = null;
     item.redraw = () => {
-      const { x, end, rows, values, kind, format } = spec.get();
+      const { x, end, rows, values, kind, format, groups } = spec.get();
       const width = Math.floor(canvas.parentNode.clientWidth);
       if (!width) return;
-      const gutter = Math.min(width < 500 ? 110 : 190, 14 + 6.2 * Math.max(...rows.map((name) => name.length)));
+      const gutter = Math.min(width < 500 ? 110 : 190, 14 + 6.2 * Math.max(...(groups || rows).map((name) => (name.label || name).length)));
       const size = Math.max(3, Math.min(20, (spec.height || 300) / rows.length));
       const height = Math.ceil(size * rows.length) + 22;
       const ratio = devicePixelRatio;
@@ -655,13 +663,19 @@
       context.fillStyle = color("ink-3");
       context.font = `11px ${color("sans")}`;
       context.textBaseline = "middle";
+      context.textAlign = "right";
       const every = Math.ceil(13 / size);
-      rows.forEach((name, row) => {
-        if (row % every) return;
-        const most = Math.floor((gutter - 10) / 6);
-        context.textAlign = "right";
-        context.fillText(name.length > most ? `…${name.slice(1 - most)}` : name, gutter - 8, (row + 0.5) * size);
+      const most = Math.floor((gutter - 10) / 6);
+      if (!groups) rows.forEach((name, row) => {
+        if (row % every === 0) context.fillText(name.length > most ? `…${name.slice(1 - most)}` : name, gutter - 8, Math.max(6, (row + 0.5) * size));
       });
+      for (const { label, first, count } of groups || []) {
+        context.fillStyle = color("ink-3");
+        context.fillText(label, gutter - 8, (first + count / 2) * size);
+        context.fillStyle = color("card");
+        if (first) context.fillRect(0, first * size - 1.5, width, 3);
+      }
+      context.fillStyle = color("ink-3");
       drawTicks(context, place, gutter, width, size * rows.length);
       const steps = [0, 0.25, 0.5, 0.75, 1].map((share) => scale.tone(share));
       bar.replaceChildren(make("span", { text: FORMATS[format](scale.low) }), make("i", { style: { background: `linear-gradient(90deg, ${steps.join(",")})` } }), make("span", { text: FORMATS[format](scale.high) }));
@@ -713,6 +727,11 @@
   const has = (name) => runs.some((run) => run.series[name]);
   const namesWith = (prefix) => [...new Set(runs.flatMap((run) => Object.keys(run.series).filter((name) => name.startsWith(prefix))))];
   const lastOf = (run, name) => run.series[name]?.v.findLast(isNumber);
+  /** How far values reach around their middle: nobody looks at a curve that does not move. */
+  const spread = (series) => {
+    const values = (series?.v || []).filter(isNumber).sort((a, b) => a - b);
+    return values.length ? (values.at(-1) - values[0]) / (Math.abs(values[values.length >> 1]) || 1) : 0;
+  };
   const sourcesOf = (name) => runs.map((run, index) => ({ run, name, label: several ? run.name : name, color: runColor(index) })).filter(({ run }) => run.series[name]);
   const usedNames = new Set();
   function simpleCard(id, title, unit, format, name, options) {
@@ -723,9 +742,11 @@
   }
   function pairCard(id, title, unit, format, pairs, options) {
     for (const [name] of pairs) usedNames.add(name);
-    const known = pairs.filter(([name]) => has(name));
+    const known = pairs.filter(([name]) => has(name) && (!several || name === options.main));
     if (!known.length) return null;
-    const sources = known.flatMap(([name, label], at) => sourcesOf(name).map((source) => ({ ...source, label: several ? `${source.label} ${known.length > 1 ? label : ""}` : label, color: several ? source.color : runColor(at), dash: several && at ? [5, 4] : undefined })));
+    if (several) unit = `${known[0][1]}${unit ? `, ${unit}` : ""}`;
+    const sources = known.flatMap(([name, label], at) => sourcesOf(name).map((source) => ({ ...source, label: several ? source.label : label, color: several ? source.color : runColor(at) })));
+    if (known.length === 1 && !several) options = { ...options, now: FORMATS[format](lastOf(runs[0], known[0][0])) };
     return curveCard({ id, title, unit, format, sources, ...options });
   }
 
@@ -734,13 +755,13 @@
     if (!items.length) return;
     const grid = make("div", { class: "grid" }, ...items.map((item) => item.node || item));
     document.getElementById("page").append(make("section", { id }, make("h2", { text: title }), grid));
-    fillRow(items.map((item) => item.node || item));
+    if (id !== "learning") fillRow(items.map((item) => item.node || item).slice(items.findLastIndex((item) => (item.node || item).classList.contains("w8")) < 0 ? 0 : 2));
     nav.append(make("a", { href: "#", text: title, on: { click: (event) => { event.preventDefault(); document.getElementById(id).scrollIntoView(); } } }));
   }
   /** Widen the cards of a last row that would leave a hole. */
   function fillRow(nodes) {
-    const simple = nodes.filter((node) => node.className.trim() === "card");
-    if (simple.length !== nodes.length) return;
+    nodes = nodes.filter((node) => node.className.trim() === "card");
+    if (!nodes.length) return;
     const rest = nodes.length % 3;
     const wide = nodes.length === 4 ? ["w3", 4] : rest === 1 ? ["w12", 1] : ["w6", rest];
     for (const node of nodes.slice(nodes.length - wide[1])) if (wide[1]) node.classList.add(wide[0]);
@@ -818,8 +839,8 @@
   function listTiles(run) {
     const n = run.numbers;
     const tiles = [];
-    const add = (label, value, unit, sub, tone) => tiles.push(make("div", { class: "tile" }, make("div", { class: "label", text: label }),
-      make("div", { class: `value ${tone || ""}` }, document.createTextNode(value), unit ? make("small", { text: unit }) : null), make("div", { class: "sub", text: sub || "\u00a0", title: sub || "" })));
+    const add = (label, value, unit, sub, tone, more) => tiles.push(make("div", { class: "tile" }, make("div", { class: "label", text: label }),
+      make("div", { class: `value ${tone || ""}` }, document.createTextNode(value), unit ? make("small", { text: unit }) : null), make("div", { class: "sub", text: sub || "\u00a0", title: more || sub || "" })));
     const split = (text) => [text.split(" ")[0], text.split(" ").slice(1).join(" ")];
     add("Step", whole(n.step), "", n.last ? `of ${whole(n.last)} · ${Math.floor((100 * n.step) / n.last)} %` : "");
     if (n.last) tiles[0].append(make("div", { class: "progress" }, make("i", { style: { width: `${Math.min(100, (100 * n.step) / n.last)}%` } })));
@@ -831,13 +852,13 @@
     if (n.evaluation !== null) {
       const found = run.evaluations["eval/loss"];
       const best = found.v.reduce((low, v, i) => (v !== null && (low < 0 || v < found.v[low]) ? i : low), -1);
-      add("Held-out loss", n.evaluation.toFixed(4), "", best >= 0 ? `best ${found.v[best].toFixed(4)} at step ${whole(found.x[best][0])}` : "");
+      add("Held-out loss", n.evaluation.toFixed(4), "", best >= 0 ? `best ${found.v[best].toFixed(4)}` : "", "", best >= 0 ? `at step ${whole(found.x[best][0])}` : "");
     }
     if (n.tokens !== null) add("Tokens", short(n.tokens), "", n.tokens_per_second ? `${short(n.tokens_per_second)} a second` : "");
     if (n.seconds) add("Step time", ...split(seconds(n.seconds)), "median of the last 100");
     if (n.mfu) add("MFU", ...split(percent(n.mfu)), n.hfu ? `HFU ${percent(n.hfu)}` : "");
     if (n.memory) add("Memory peak", ...split(bytes(n.memory)), n.memory_rank !== null ? `on rank ${n.memory_rank}` : "of a rank");
-    if (n.wall) add("Time", duration(n.wall), "", `goodput ${percent(n.share)}, ${n.starts === 1 ? "1 start" : `${n.starts} starts`}`);
+    if (n.wall) add("Time", duration(n.wall), "", `goodput ${percent(n.share)}`, "", `${n.starts} starts, ${n.repeated} steps repeated, ${n.saves} saves`);
     return tiles;
   }
   function runTable(pill) {
@@ -867,7 +888,7 @@
   }
 
   function buildCurves() {
-    usedNames.add("loss");
+    for (const name of ["loss", "perplexity", "memory_rank"]) usedNames.add(name); // a rank is no curve, a perplexity no other one
     const evaluations = runs.flatMap((run, index) => (run.evaluations["eval/loss"] ? [{ run, name: "eval/loss", label: several ? `${run.name}, held out` : "held out", color: several ? runColor(index) : "c1" }] : []));
     let loss = null;
     if (has("loss") || evaluations.length) {
@@ -875,7 +896,7 @@
       loss = curveCard({ id: "loss", title: "Loss", unit: "nats per token", format: "plain", width: "w8 tall", sources, evaluations, canLog: true, marks: ["nonfinite"] });
     }
     const side = [
-      simpleCard("lr", "Learning rate", "", "plain", "lr", { zero: true, canLog: true, all: true }),
+      simpleCard("lr", "Learning rate", "", "plain", "lr", { zero: true, canLog: true, all: true, exact: true }),
       simpleCard("norm", "Gradient norm", "before clipping", "plain", "grad_norm", { canLog: true, marks: ["skipped", "nonfinite"] }),
     ].filter(Boolean);
     const terms = namesWith("loss/").map((name) => simpleCard(name, name.slice(5), "term of the loss", "plain", name, { canLog: true }));
@@ -884,8 +905,10 @@
       return curveCard({ id: name, title: name.slice(5), unit: "held out", format: "plain", sources: [], evaluations: list, now: several ? null : plain(runs[0].evaluations[name].v.findLast(isNumber)) });
     });
     if (loss && side.length < 2) { loss.node.classList.remove("tall"); loss.node.classList.add(side.length ? "w8" : "w12"); loss.node.querySelector(".plot").style.height = "300px"; }
-    addSection("learning", "Learning", [loss, ...side]);
-    addSection("terms", "Further losses and results", [...terms, ...other]);
+    const further = [...terms, ...other].filter(Boolean);
+    if (further.length === 1) { further[0].node.querySelector(".plot").classList.add("low"); further[0].spec.low = true; }
+    fillRow(further.map((item) => item.node));
+    addSection("learning", "Learning", [loss, ...side, ...further]);
     if (loss) addLane(loss);
   }
 
@@ -909,8 +932,8 @@
     addSection("speed", "Speed and memory", [
       ...(phases.length && !several ? stacked : time),
       simpleCard("rate", "Throughput", "tokens a second", "short", "tokens_per_second", { zero: true }),
-      pairCard("mfu", "Utilization", "of peak FLOP/s", "percent", [["mfu", "MFU"], ["hfu", "HFU"]], { zero: true }),
-      pairCard("memory", "Memory", "worst rank", "bytes", [["memory", "allocated"], ["memory_reserved", "reserved"], ["memory_peak", "peak"]], { zero: true, all: true }),
+      pairCard("mfu", "Utilization", "of peak FLOP/s", "percent", [["mfu", "MFU"], ["hfu", "HFU"]], { zero: true, main: "mfu" }),
+      pairCard("memory", "Memory", "worst rank", "bytes", [["memory", "allocated"], ["memory_reserved", "reserved"], ["memory_peak", "peak"]], { zero: true, all: true, exact: true, main: "memory_peak" }),
       ...(phases.length && several ? [] : phases.length ? [plainTime] : []),
     ]);
   }
@@ -928,14 +951,14 @@
     const tables = runs.filter((run) => run.packing.length).map((run) => packingCard(run));
     addSection("data", "Data", [
       ...corpora,
-      pairCard("tokens", "Tokens a step", "", "short", [["tokens", "with a loss"], ["tokens_processed", "processed"]], { zero: true, all: true }),
+      runs.some((run) => spread(run.series.tokens) > 0.03) ? pairCard("tokens", "Tokens a step", "", "short", [["tokens", "with a loss"], ["tokens_processed", "processed"]], { zero: true, all: true, main: "tokens" }) : null,
       simpleCard("padding", "Padding", "share of a row", "percent", "padding", { zero: true }),
       simpleCard("documents", "Documents", "a second", "short", "documents_per_second", { zero: true }),
       ...tables,
     ]);
   }
   function packingCard(run) {
-    const columns = [["corpus", "corpus"], ["rows", "rows", whole], ["tokens", "tokens", short], ["documents", "documents", whole], ["efficiency", "full", percent], ["split_documents", "split", whole]].filter(([key]) => run.packing.some((row) => row[key] !== undefined && row[key] !== null));
+    const columns = [["corpus", "corpus"], ["tokens", "tokens", short], ["rows", "rows", short], ["documents", "documents", short], ["efficiency", "full", percent]].filter(([key]) => run.packing.some((row) => row[key] !== undefined && row[key] !== null));
     return make("article", { class: "card" }, make("header", {}, make("h3", { text: "Packing" }), several ? make("span", { class: "unit", text: run.name }) : null),
       make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, ...columns.map(([, label, show]) => make("th", { class: show ? "n" : "", text: label })))),
         make("tbody", {}, ...run.packing.map((row) => make("tr", {}, ...columns.map(([key, , show]) => make("td", { class: show ? "n" : "wrap", text: show ? show(row[key]) : row[key] ?? "" }))))))));
@@ -982,7 +1005,8 @@
     const { load, first, last } = run.experts;
     const layers = load[0].length;
     const shown = layers <= 4 ? [...Array(layers).keys()] : [0, 1, 2, 3].map((i) => Math.round((i * (layers - 1)) / 3));
-    const rows = shown.flatMap((layer) => load[0][layer].map((_, expert) => `layer ${layer} · ${expert}`));
+    const rows = shown.flatMap((layer) => load[0][layer].map((_, expert) => `layer ${layer}, expert ${expert}`));
+    const groups = shown.map((layer, at) => ({ label: `layer ${layer}`, first: at * load[0][0].length, count: load[0][0].length }));
     const width = (last - first + 1) / load.length;
     const position = (step) => {
       const i = run.x.step.findIndex((x) => x >= step);
@@ -990,7 +1014,7 @@
     };
     return [heatCard({
       id: "experts", title: "Expert load", unit: `${several ? `${run.name}, ` : ""}over the mean of the layer${shown.length < layers ? `; ${shown.length} of ${layers} layers` : ""}`, width: "w6", height: 420,
-      get: () => ({ x: load.map((_, i) => position(first + i * width)), end: domain()[1], rows, values: load.map((column) => shown.flatMap((layer) => column[layer])), kind: "diverging", format: "short" }),
+      get: () => ({ x: load.map((_, i) => position(first + i * width)), end: domain()[1], rows, groups, values: load.map((column) => shown.flatMap((layer) => column[layer])), kind: "diverging", format: "short" }),
     })];
   }
 
@@ -1004,7 +1028,8 @@
     addSection("samples", "Samples", [sampleCard()]);
     addSection("events", "Events", [eventTable()]);
     const layouts = runs.filter((run) => run.layout);
-    addSection("layout", "Layout", layouts.map(layoutCard));
+    const isSame = layouts.length === runs.length && layouts.every((run) => JSON.stringify(run.layout) === JSON.stringify(layouts[0].layout));
+    addSection("layout", "Layout", (isSame ? layouts.slice(0, 1) : layouts).map((run) => layoutCard(run, several && !isSame)));
     addSection("configuration", "Configuration", [configCard()]);
     const notes = runs.filter((run) => run.notes.length);
     addSection("notes", "What this page leaves out", notes.map((run) => make("article", { class: "card w12" }, several ? make("header", {}, make("h3", { text: run.name })) : null, make("ul", { class: "notes" }, ...run.notes.map((note) => make("li", { text: note }))))));
@@ -1016,7 +1041,7 @@
       make("pre", {}, sample.prompt ? make("span", { class: "prompt", text: sample.prompt }) : null, document.createTextNode(sample.text)));
     return make("article", { class: "card w12" }, ...all.slice(0, 3).map(figure), all.length > 3 ? make("details", {}, make("summary", { text: `${all.length - 3} earlier samples` }), ...all.slice(3).map(figure)) : null);
   }
-  function layoutCard(run) {
+  function layoutCard(run, isNamed) {
     const { title, rows, ranks } = run.layout;
     const mesh = make("div", { class: "mesh", style: { "grid-template-columns": `max-content repeat(${ranks}, minmax(17px, 1fr))` } });
     rows.forEach((row) => {
@@ -1027,7 +1052,7 @@
         return make("span", { class: "cell", text, style: { "grid-column": `span ${width}`, background: tone } });
       }));
     });
-    return make("article", { class: "card w12" }, make("header", {}, make("h3", { text: `${ranks} ranks` }), make("span", { class: "unit", text: `${several ? `${run.name}: ` : ""}${title}` })), rows.length ? mesh : null,
+    return make("article", { class: "card w12" }, make("header", {}, make("h3", { text: `${ranks} ranks` }), make("span", { class: "unit", text: `${isNamed ? `${run.name}: ` : ""}${title}` })), rows.length ? mesh : null,
       rows.length ? make("p", { class: "note", text: "A column is a rank; an axis divides those above it. Ranks with the same number of tokens read the same rows, with the same parameters hold the same shards." }) : null);
   }
   function configCard() {
@@ -1083,8 +1108,8 @@
   document.getElementById("page").replaceChildren();
   if (runs.length) buildHead();
   if (!runs.some((run) => run.x.step.length || Object.keys(run.evaluations).length)) document.getElementById("page").append(make("article", { class: "card w12 empty", text: "No step has been logged yet." }));
-  buildCurves();
   buildDifferences();
+  buildCurves();
   buildSpeed();
   buildData();
   buildInside();
