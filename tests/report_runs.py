@@ -1,4 +1,4 @@
-"""Run directories as training leaves them, without training: for the tests and pictures of the page.
+"""Run directories as training leaves them, without training: for tests and pictures of the page.
 
 python tests/report_runs.py FOLDER writes one of each kind.
 """
@@ -12,6 +12,13 @@ import orjson
 
 START = 1_790_000_000.0
 CORPORA = {"web": 0.62, "code": 0.21, "books": 0.11, "maths": 0.06}
+SAMPLES = (
+    " the the of first, in energy and a of law of the system is the heat",
+    " that the energy of a system is a heat of the system, and the law is the energy.",
+    " that energy cannot be created; it can be changed from one form of heat to another.",
+    " that energy is neither created nor destroyed, it only changes its form: the change in the\n"
+    "internal energy of a closed system equals the heat supplied to it minus the work it does.",
+)
 HOSTILE = "</script><img src=x onerror=alert(1)><script>alert(2)</script>"
 
 
@@ -83,7 +90,7 @@ def make_steps(count, *, seed=0, lr=3e-4, rate=1.0, corpora=CORPORA, slow_after=
     return lines
 
 
-def make_events(lines, *, last, ranks=16, every=1000, save=500, end=True, config=None):
+def make_events(lines, *, last, ranks=16, every=1000, save=500, end=True):
     """Return the events of a run that goes well: start, evaluations, saves, samples, end."""
     begin = lines[0]["time"] - 95.0
     software = {
@@ -123,7 +130,7 @@ def make_events(lines, *, last, ranks=16, every=1000, save=500, end=True, config
     for line in lines:
         step, time = line["step"], line["time"]
         if step % every == 0:
-            held_out = (line["loss"] if line["loss"] else 3.0) + 0.045 + 0.006 * rng.normal()
+            held_out = (line["loss"] or 3.0) + 0.045 + 0.006 * rng.normal()
             events.append(
                 {
                     "time": time + 0.1,
@@ -141,7 +148,7 @@ def make_events(lines, *, last, ranks=16, every=1000, save=500, end=True, config
                     "event": "sample",
                     "step": step,
                     "prompt": "The first law of thermodynamics says",
-                    "text": f" that energy is neither created nor destroyed;\nit only changes its form. (sampled after {step:,} steps)",
+                    "text": SAMPLES[min(len(SAMPLES) - 1, int(4 * step / lines[-1]["step"]))],
                 }
             )
         if step % save == 0:
@@ -278,9 +285,12 @@ def healthy(
                 .tolist()
                 for layer in range(4)
             ]
-    events = make_events(lines, last=count, ranks=8, every=max(1, count // 20), save=max(1, count // 40))
-    skipped = 0
-    for at, jump in ((0.18, 0.9), (0.37, 2.6), (0.372, 1.1), (0.66, 0.7)):
+    events = make_events(
+        lines, last=count, ranks=8, every=max(1, count // 20), save=max(1, count // 40)
+    )
+    for skipped, (at, jump) in enumerate(
+        ((0.18, 0.9), (0.37, 2.6), (0.372, 1.1), (0.66, 0.7)), start=1
+    ):
         line = lines[int(at * count)]
         line["loss"] += jump
         line["grad_norm"] *= 14 * jump
@@ -293,7 +303,6 @@ def healthy(
                 "guilty": [],
             }
         )
-        skipped += 1
         for later in lines[line["step"] - 1 :]:
             later["skipped"] = skipped
     down = lines[int(0.3 * count)]
@@ -405,7 +414,7 @@ def repeated(folder, count=200):
 
 
 def damaged(folder):
-    """Lines that are cut, zeroed, no JSON, no objects, without steps, of other types; odd events."""
+    """Lines that are cut, zeroed, no JSON, no objects, without steps, of other types."""
     lines = make_steps(30)
     odd = [{"event": 7}, {"event": "save", "time": "now"}]
     odd.append({"event": "start", "time": 1.0, "step": "x", "ranks": "many"})

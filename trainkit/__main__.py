@@ -36,7 +36,17 @@ import orjson
 
 from trainkit.run.config import check_argv
 from trainkit.run.errors import get_exit_code, open_standard_streams
-from trainkit.tools.commands import certify, checkpoint, data, export, pack, plan, prepare, report, score
+from trainkit.tools.commands import (
+    certify,
+    checkpoint,
+    data,
+    export,
+    pack,
+    plan,
+    prepare,
+    report,
+    score,
+)
 from trainkit.tools.commands.text import as_text
 from trainkit.types import ConfigError
 

@@ -54,13 +54,14 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     out = options.out or options.run[0] / "report.html"
     if out.is_dir():
         raise ConfigError(f"report: {out} is a folder; name a file", where="out")
+    pause = _INTERVAL
     while True:
         begin = time.monotonic()
-        refresh = _INTERVAL if options.follow else None
+        refresh = pause if options.follow else None
         states = write_report(options.run, out, title=options.title, refresh=refresh)
-        took = time.monotonic() - begin
+        # A page of long runs takes seconds: most of the time is left to the training.
+        pause = max(_INTERVAL, 10 * (time.monotonic() - begin))
         ended = all(state["state"] in ("finished", "stopped", "failed") for state in states)
         if not options.follow or ended:
             return {"page": str(out), "bytes": out.stat().st_size, "runs": states}, 0
-        # A page of long runs takes seconds: most of the time is left to the training.
-        time.sleep(max(_INTERVAL, 10 * took))
+        time.sleep(pause)

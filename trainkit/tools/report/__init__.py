@@ -3,8 +3,8 @@
 `write_report` reads run directories and writes it; `python -m trainkit report` calls that.
 """
 
-from trainkit.tools.report.page import build_page, write_report
-from trainkit.tools.report.payload import describe_run
+from trainkit.tools.report.describe import describe_run
+from trainkit.tools.report.page import write_report
 from trainkit.tools.report.read import read_run
 
-__all__ = ["build_page", "describe_run", "read_run", "write_report"]
+__all__ = ["describe_run", "read_run", "write_report"]

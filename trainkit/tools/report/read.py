@@ -60,7 +60,7 @@ def read_run(run_dir: str | Path) -> RunFiles:
         ...     _ = Path(folder, "metrics.jsonl").write_text('{"step":1,"loss":5.5}\n{"step":2,"lo')
         ...     run = read_run(folder)
         >>> run.metrics, run.notes
-        ([{'step': 1, 'loss': 5.5}], ['metrics.jsonl: the last line is cut (12 bytes)'])
+        ([{'step': 1, 'loss': 5.5}], ['metrics.jsonl: the last line is cut (13 bytes)'])
     """
     path = Path(run_dir)
     if not path.is_dir():
@@ -135,8 +135,8 @@ def _keep_steps(lines: list[Line], notes: list[str]) -> list[Line]:
             whole.append(line if step is line["step"] else {**line, "step": step})
     if len(whole) < len(lines):
         notes.append(
-            f"metrics.jsonl: {_count(len(lines) - len(whole), 'line')} left out (no step; another "
-            "program or version may have written them)"
+            f"metrics.jsonl: {_count(len(lines) - len(whole), 'line')} left out (no step; from "
+            "another program or version)"
         )
     again = len(whole) - len({line["step"] for line in whole})
     if again:

@@ -8,6 +8,9 @@
   const RIGHT = 16; // so that the last label of an axis is whole
   const GUTTER = 56; // pixels left of every plot, so that all of them align
 
+  // A page that is not written any more, as its command has ended, is not loaded again.
+  const isStale = page.refresh && Date.now() / 1000 - page.written > Math.max(60, 10 * page.refresh);
+
   // ---------------------------------------------------------------- small helpers
 
   function make(tag, options, ...children) {
@@ -171,7 +174,7 @@
       high = Math.max(high, x.at(-1));
     });
     if (!isFinite(low)) return [0, 1];
-    if (low > 0 && low < 0.03 * high) low = 0; // where runs start
+    if (low > 0 && (choice.axis === "time" || low < 0.03 * high)) low = 0; // where runs start
     return low === high ? [low - 0.5, high + 0.5] : [low, high];
   }
   const view = () => choice.zoom || domain();
@@ -207,7 +210,7 @@
     const at = (share) => values[Math.round(share * (values.length - 1))];
     let low = values[0], high = values.at(-1);
     const bulk = at(0.97) - at(0.015);
-    if (!spec.all && values.length > 40 && bulk > 0 && high - low > 3.5 * bulk) {
+    if (!spec.all && !spec.log && values.length > 40 && bulk > 0 && high - low > 3.5 * bulk) {
       if (high - at(0.97) > 1.5 * bulk) high = at(0.97) + 0.7 * bulk;
       if (at(0.015) - low > 1.5 * bulk) low = at(0.015) - 0.6 * bulk;
     }
@@ -384,6 +387,7 @@
     context.clip();
     runs.forEach((run, index) => {
       if (!isShown(index) || !spec.sources.some((source) => source.run === run)) return;
+      if (several && spec.id !== "loss") return; // the lines of several runs hide the curves of small charts
       for (const event of run.events) {
         if (!MOMENTS.includes(event.kind)) continue;
         const at = event.x[AXIS_INDEX[choice.axis]];
@@ -473,11 +477,11 @@
     const index = plot.cursor.idx;
     if (index === null || index === undefined || plot.cursor.left < 0) { tip.hidden = true; return; }
     const at = plot.data[0][index];
-    const near = (values) => {
-      for (let i = index; i >= Math.max(0, index - 60); i--) if (isNumber(values[i])) return values[i];
+    const near = (values, reach) => {
+      for (let i = index; i >= Math.max(0, index - reach); i--) if (isNumber(values[i])) return values[i];
       return null;
     };
-    const rows = lines.map((line) => [line, near(spec.stack ? line.values : plot.data[line.at])]).filter(([, value]) => value !== null);
+    const rows = lines.map((line) => [line, near(spec.stack ? line.values : plot.data[line.at], line.isEvaluation ? Infinity : 60)]).filter(([, value]) => value !== null);
     const format = FORMATS[spec.format];
     const total = spec.stack && !spec.share ? [tipLine(null, "in all", format(rows.reduce((sum, [, value]) => sum + value, 0)))] : [];
     tip.replaceChildren(make("h4", { text: `${AXES[choice.axis][0].toLowerCase()} ${AXES[choice.axis][2](at)}` }, ),
@@ -510,7 +514,7 @@
   // kind: [row of the lane, colour, shape, whether it is drawn small]
   const KINDS = {
     start: ["run", "ink-2", "play"], restart: ["run", "accent", "play"], ranks: ["run", "c4", "play"], stop: ["run", "ink-2", "square"], end: ["run", "ink-2", "square"], failure: ["run", "bad", "square"],
-    save: ["saves", "good", "dot"], "save failed": ["saves", "bad", "cross"], evaluation: ["evals", "accent", "diamond"], sample: ["samples", "c3", "ring"],
+    save: ["saves", "good", "dot"], "save failed": ["saves", "bad", "cross"], evaluation: ["evals", "c1", "diamond"], sample: ["samples", "c3", "ring"],
     skip: ["steps", "warn", "cross"], spike: ["steps", "warn", "up"], rollback: ["steps", "bad", "back"], rewind: ["steps", "ink-3", "back"], divergence: ["steps", "bad", "up"], nonfinite: ["steps", "bad", "cross"],
     control: ["notes", "c4", "ring"], profile: ["notes", "c4", "diamond"], straggler: ["notes", "warn", "dot"], health: ["notes", "warn", "up"], warning: ["notes", "warn", "up"],
   };
@@ -544,7 +548,8 @@
   /** The events of the runs under a chart, on its axis. */
   function addLane(item) {
     const rows = several ? runs.map((run) => run.name) : LANES.filter((lane) => eventsOf(runs[0]).some((event) => !QUIET.includes(event.kind) && kindOf(event)[0] === lane));
-    const all = runs.flatMap((run, index) => eventsOf(run).filter((event) => !QUIET.includes(event.kind)).map((event) => ({ event, index })));
+    const hidden = several ? [...QUIET, "save", "evaluation", "sample"] : QUIET; // a row holds all of a run
+    const all = runs.flatMap((run, index) => eventsOf(run).filter((event) => !hidden.includes(event.kind)).map((event) => ({ event, index })));
     if (!all.length) return;
     const height = 19;
     const svg = draw("svg", { height: rows.length * height, role: "img", "aria-label": `${all.length} events; the table below lists them` });
@@ -559,7 +564,7 @@
       rows.forEach((name, row) => {
         const y = (row + 0.5) * height;
         svg.append(draw("line", { class: "row", x1: left, x2: left + width + 6, y1: y, y2: y }));
-        const label = draw("text", { x: left - 7, y: y + 3.5, "text-anchor": "end", text: name.length > 9 ? `${name.slice(0, 8)}…` : name });
+        const label = draw("text", { x: left - 13, y: y + 3.5, "text-anchor": "end", text: name.length > 9 ? `${name.slice(0, 8)}…` : name });
         svg.append(label);
       });
       const [low, high] = view();
@@ -640,19 +645,20 @@
       const context = canvas.getContext("2d");
       context.scale(ratio, ratio);
       const [low, high] = view();
-      const place = (value) => gutter + ((value - low) / (high - low)) * (width - gutter - 2);
+      const inner = width - gutter - RIGHT + 4; // it ends where curves end
+      const place = (value) => gutter + ((value - low) / (high - low)) * inner;
       const edges = [...x, end];
       const shown = values.flatMap((column, i) => (edges[i + 1] > low && edges[i] < high ? column : [])).filter((v) => v !== null);
       const scale = makeScale(shown, kind);
       context.save();
       context.beginPath();
-      context.rect(gutter, 0, width - gutter, size * rows.length);
+      context.rect(gutter, 0, inner, size * rows.length);
       context.clip();
       context.fillStyle = color("grid");
-      context.fillRect(gutter, 0, width - gutter, size * rows.length);
+      context.fillRect(gutter, 0, inner, size * rows.length);
       values.forEach((column, i) => {
         const left = Math.floor(place(edges[i])), right = Math.ceil(place(edges[i + 1]));
-        if (right < gutter || left > width) return;
+        if (right < gutter || left > gutter + inner) return;
         column.forEach((value, row) => {
           if (value === null) return;
           context.fillStyle = scale.paint(value);
@@ -676,16 +682,16 @@
         if (first) context.fillRect(0, first * size - 1.5, width, 3);
       }
       context.fillStyle = color("ink-3");
-      drawTicks(context, place, gutter, width, size * rows.length);
+      drawTicks(context, place, inner, size * rows.length);
       const steps = [0, 0.25, 0.5, 0.75, 1].map((share) => scale.tone(share));
       bar.replaceChildren(make("span", { text: FORMATS[format](scale.low) }), make("i", { style: { background: `linear-gradient(90deg, ${steps.join(",")})` } }), make("span", { text: FORMATS[format](scale.high) }));
-      placed = { place, edges, gutter, width, size, rows, values, format, low, high };
+      placed = { edges, gutter, inner, width, size, rows, values, format, low, high };
     };
     canvas.addEventListener("pointermove", (event) => {
       const box = canvas.getBoundingClientRect();
       const [px, py] = [event.clientX - box.left, event.clientY - box.top];
       const row = Math.floor(py / placed.size);
-      const at = placed.low + ((px - placed.gutter) / (placed.width - placed.gutter - 2)) * (placed.high - placed.low);
+      const at = placed.low + ((px - placed.gutter) / placed.inner) * (placed.high - placed.low);
       let column = -1;
       while (column + 1 < placed.values.length && placed.edges[column + 1] <= at) column++;
       if (px < placed.gutter || row < 0 || row >= placed.rows.length || column < 0 || at > placed.edges.at(-1)) { tip.hidden = true; return; }
@@ -710,15 +716,14 @@
     const low = Math.min(0, known[0] ?? 0), high = known.at(-1) > low ? known.at(-1) : low + 1;
     return { low, high, tone: ramp, paint: (v) => ramp((v - low) / (high - low)) };
   }
-  function drawTicks(context, place, gutter, width, y) {
+  function drawTicks(context, place, inner, y) {
     const [low, high] = view();
-    const wanted = (high - low) / Math.max(2, (width - gutter) / 90);
+    const wanted = (high - low) / Math.max(2, inner / 70);
     const step = (choice.axis === "time" ? time : counts).find((x) => x >= wanted) || wanted;
     context.textBaseline = "alphabetic";
     context.textAlign = "center";
     for (let at = Math.ceil(low / step) * step; at <= high; at += step) {
-      const x = place(at);
-      if (x > gutter + 6 && x < width - 14) context.fillText(AXES[choice.axis][1](at), x, y + 15);
+      context.fillText(AXES[choice.axis][1](at), place(at), y + 15);
     }
   }
 
@@ -858,7 +863,8 @@
     if (n.seconds) add("Step time", ...split(seconds(n.seconds)), "median of the last 100");
     if (n.mfu) add("MFU", ...split(percent(n.mfu)), n.hfu ? `HFU ${percent(n.hfu)}` : "");
     if (n.memory) add("Memory peak", ...split(bytes(n.memory)), n.memory_rank !== null ? `on rank ${n.memory_rank}` : "of a rank");
-    if (n.wall) add("Time", duration(n.wall), "", `goodput ${percent(n.share)}`, "", `${n.starts} starts, ${n.repeated} steps repeated, ${n.saves} saves`);
+    const left = run.state.kind === "running" && n.last && n.seconds ? (n.last - n.step) * n.seconds : null;
+    if (n.wall) add("Time", duration(n.wall), "", left ? `${duration(left)} left` : `goodput ${percent(n.share)}`, "", `goodput ${percent(n.share)}, ${n.starts} starts, ${n.repeated} steps repeated, ${n.saves} saves`);
     return tiles;
   }
   function runTable(pill) {
@@ -975,6 +981,8 @@
     if (cards.length === 1) { cards[0].node.classList.remove("w6"); cards[0].node.classList.add("w12"); }
     addSection("inside", "Inside the model", cards);
   }
+  /** Names without the end that all weights share. */
+  const shorten = (names) => names.map((name) => (name.endsWith(".weight") ? name.slice(0, -7) : name));
   function layerCard(run, kinds) {
     let [kind, stat] = (choice.layer || "").split(".");
     if (!kinds.some((layer) => layer.kind === kind)) kind = (kinds.find((layer) => layer.kind === "gradient") || kinds[0]).kind;
@@ -984,7 +992,7 @@
     const statGroup = make("span", { class: "segment small", role: "group", "aria-label": "Statistic" });
     const card = heatCard({
       id: "layers", title: "By layer", unit: several ? run.name : "", width: "w6", height: 420, controls: [kindGroup, statGroup],
-      get: () => ({ x: get().x.map((x) => x[AXIS_INDEX[choice.axis]]), end: domain()[1], rows: get().names, values: get().stats[stat], kind: ["zeros", "nonfinite"].includes(stat) ? "linear" : "log", format: stat === "zeros" ? "percent" : "short" }),
+      get: () => ({ x: get().x.map((x) => x[AXIS_INDEX[choice.axis]]), end: domain()[1], rows: shorten(get().names), values: get().stats[stat], kind: ["zeros", "nonfinite"].includes(stat) ? "linear" : "log", format: stat === "zeros" ? "percent" : "short" }),
     });
     const fill = () => {
       kindGroup.replaceChildren(...kinds.map((layer) => make("button", { type: "button", text: layer.kind, "aria-pressed": String(layer.kind === kind), on: { click: () => pick(layer.kind, stat) } })));
@@ -1065,7 +1073,7 @@
     const body = make("div", {});
     const fill = () => {
       const shown = all.filter(([key, values]) => `${key} ${values.join(" ")}`.toLowerCase().includes(find.value.toLowerCase()));
-      body.replaceChildren(several ? compareTable(shown.filter(([, values]) => new Set(values).size === 1).map(([key, [value]]) => [key, [value]]), ["all runs"]) : pairList(shown));
+      body.replaceChildren(pairList(shown.filter(([, values]) => new Set(values).size === 1)));
     };
     find.addEventListener("input", fill);
     fill();
@@ -1073,16 +1081,12 @@
     return make("article", { class: "card w12" }, make("header", {}, make("h3", { text: title }), make("div", { class: "right" }, find)), body);
   }
   const pairList = (pairs) => make("dl", { class: "pairs" }, ...pairs.map(([key, [value]]) => make("div", {}, make("dt", { text: key }), make("dd", { text: value }))));
-  function compareTable(pairs, heads) {
-    if (heads.length === 1) return pairList(pairs);
-    return make("div", { class: "scroll" }, make("table", { class: "differs" }, make("thead", {}, make("tr", {}, make("th", { text: "setting" }), ...heads.map((name, index) => make("th", {}, make("span", { class: "kind" }, make("i", { class: "swatch", style: { background: `var(--${runColor(index)})` } }), make("bdi", { text: name })))))),
-      make("tbody", {}, ...pairs.map(([key, values]) => make("tr", {}, make("th", { scope: "row", text: key }), ...values.map((value) => make("td", { class: "wrap", text: value })))))));
-  }
+  const differenceList = (pairs) => make("dl", { class: "pairs near" }, ...pairs.map(([key, values]) => make("div", {}, make("dt", { text: key }), make("dd", {}, ...values.map((value, index) => make("span", { class: "value" }, make("i", { class: "swatch", style: { background: `var(--${runColor(index)})` } }), make("bdi", { text: value })))))));
   function buildDifferences() {
     if (!several) return;
     const rows = ["config", "software"].flatMap((kind) => [...new Set(runs.flatMap((run) => run[kind].map(([key]) => key)))].map((key) => [key, runs.map((run) => run[kind].find(([name]) => name === key)?.[1] ?? "–")]));
     const differing = rows.filter(([key, values]) => new Set(values).size > 1 && key !== "out");
-    const card = make("article", { class: "card w12" }, differing.length ? compareTable(differing, runs.map((run) => run.name)) : make("p", { class: "note", text: "Nothing in configuration and software." }));
+    const card = make("article", { class: "card w12" }, differing.length ? differenceList(differing) : make("p", { class: "note", text: "Nothing in configuration and software." }));
     addSection("differences", "What differs", [card]);
   }
 
@@ -1090,15 +1094,21 @@
     const thinned = Math.max(1, ...runs.map((run) => run.every));
     const parts = [`Written ${clock(page.written)}`, "Drag over a chart to zoom, double-click to see all"];
     if (thinned > 1) parts.push(`Each point of a curve stands for up to ${whole(thinned)} steps: faint lines reach from the smallest value to the largest`);
-    if (page.refresh) parts.push("This page follows the run");
+    if (page.refresh) parts.push(isStale ? "Nobody writes this page any more: it does not follow the run" : "This page follows the run");
     document.getElementById("foot").append(...parts.map((text) => make("span", { text })));
   }
+  /** Load the page again while a run goes on, unless the reader is in the middle of something. */
   function follow() {
-    if (!page.refresh) return;
-    let isBusy = false;
-    addEventListener("pointerdown", () => { isBusy = true; });
-    addEventListener("pointerup", () => { isBusy = false; });
-    setInterval(() => { if (!isBusy && document.visibilityState === "visible") { keepChoice(); location.reload(); } }, page.refresh * 1000);
+    if (!page.refresh || isStale) return;
+    let isHeld = false;
+    addEventListener("pointerdown", () => { isHeld = true; });
+    addEventListener("pointerup", () => { isHeld = false; });
+    setInterval(() => {
+      const isBusy = isHeld || !tip.hidden || String(getSelection()) || document.querySelector(".find")?.value;
+      if (isBusy || document.visibilityState !== "visible") return;
+      keepChoice();
+      location.reload();
+    }, page.refresh * 1000);
   }
 
   readChoice();

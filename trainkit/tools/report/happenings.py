@@ -1,0 +1,167 @@
+"""What happened in a run: events in words, samples, packings, versions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+
+from trainkit.tools.report.axes import Axes, limit_text, locate, to_number
+from trainkit.tools.report.read import Line
+
+_MOST_EVENTS = 1500
+_MOST_SAMPLES = 60
+_KINDS = {"rolled back": "rollback", "apply": "spike"}
+_FREQUENT = {"save", "evaluation", "sample", "straggler", "rollout", "packing", "warning"}
+_NO_FACTS = {"time", "event", "step", "software"}  # columns of the table, or another table
+_LEADING = ("path", "reason", "why", "what", "prompt", "text")
+_PACKING = ("corpus", "rows", "tokens", "documents", "efficiency")
+
+
+def describe_events(events: Sequence[Line], axes: Axes, notes: list[str]) -> list[dict[str, Any]]:
+    """Return events in order: Unix time `t`, place `x`, `kind` and `text`.
+
+    Kinds that repeat, such as saves, are thinned if there are too many, others never.
+
+    Args:
+        events: The lines of events.jsonl.
+        axes: From `make_axes`.
+        notes: What is left out is appended.
+
+    Examples:
+        >>> from trainkit.tools.report.axes import make_axes
+        >>> from trainkit.tools.report.read import RunFiles
+        >>> axes = make_axes(RunFiles("runs/mine", [], [], [], {}, None, 0.0, []))
+        >>> starts = [
+        ...     {"time": t, "event": "start", "step": 0, "ranks": n} for t, n in [(1, 8), (2, 6)]
+        ... ]
+        >>> [(event["kind"], event["text"]) for event in describe_events(starts, axes, [])]
+        [('start', 'on 8 ranks'), ('ranks', '8 ranks, then 6')]
+    """
+    found: list[dict[str, Any]] = []
+    ranks = None
+    for event in events:
+        kind, text = _name_event(event, ranks)
+        if event["event"] == "start":
+            ranks = event.get("ranks")
+        found.append(
+            {
+                "t": event["time"],
+                "x": locate(axes, event.get("step"), event["time"]),
+                "kind": limit_text(kind),
+                "text": limit_text(text),
+            }
+        )
+    often = [i for i, event in enumerate(found) if event["kind"] in _FREQUENT]
+    excess = len(found) - _MOST_EVENTS
+    if excess > 0 and often:
+        retained = min(len(often), max(len(often) - excess, 200))
+        shown = {often[i] for i in np.linspace(0, len(often) - 1, retained).astype(int).tolist()}
+        dropped = set(often) - shown
+        found = [event for i, event in enumerate(found) if i not in dropped]
+        notes.append(f"events: {len(dropped):,} of {len(events):,} left out, of kinds that repeat")
+    return found
+
+
+def _name_event(event: Line, ranks: Any) -> tuple[str, str]:
+    """Return the kind and the text of an event; `ranks` are those of the start before it."""
+    name = event["event"]
+    if name == "start":
+        count = event.get("ranks")
+        has_changed = type(count) is int and type(ranks) is int and count != ranks
+        kind = "start" if ranks is None else "ranks" if has_changed else "restart"
+        text = f"{ranks} ranks, then {count}" if has_changed else f"on {count} ranks"
+        if repeated := event.get("repeated"):
+            text += f"; {repeated} steps are repeated"
+        return kind, text
+    if name == "end":
+        failure = event.get("failure")
+        return ("failure", str(failure)) if failure else ("end", "")
+    if name == "save" and event.get("error"):
+        return "save failed", str(event["error"])
+    return _KINDS.get(name, name), _describe_facts(event)
+
+
+def _describe_facts(event: Line) -> str:
+    """Return the facts of an event as text: its reason or message first."""
+    facts = {
+        name: value
+        for name, value in event.items()
+        if name not in _NO_FACTS and value is not None and value not in ("", [], {})
+    }
+    if isinstance(facts.get("hosts"), list):  # what they are stands in the table of software
+        hosts = [str(host.get("host")) for host in facts["hosts"] if isinstance(host, dict)]
+        facts["hosts"] = ", ".join(hosts)
+    if isinstance(facts.get("path"), str):
+        facts["path"] = facts["path"].rpartition("/")[2]
+    leading = [str(facts.pop(name)) for name in _LEADING if name in facts]
+    return " · ".join([*leading, *(_format_fact(name, x) for name, x in facts.items())])
+
+
+def _format_fact(name: str, value: Any) -> str:
+    name = name.removeprefix("eval/").replace("_", " ")
+    if isinstance(value, dict):
+        inner = ", ".join(f"{key} {format_value(x)}" for key, x in value.items())
+        return f"{name}: {inner}"
+    return f"{name} {value:,}" if type(value) is int else f"{name} {format_value(value)}"
+
+
+def format_value(value: Any) -> str:
+    """Return a value of a configuration or an event as text, six digits of a float.
+
+    Examples:
+        >>> format_value("adamw"), format_value(0.123456789), format_value([1, True])
+        ('adamw', '0.123457', '[1,true]')
+    """
+    if isinstance(value, str):
+        return value
+    return f"{value:.6g}" if isinstance(value, float) else orjson.dumps(value, default=str).decode()
+
+
+def list_samples(events: Sequence[Line], notes: list[str]) -> list[dict[str, Any]]:
+    """Return the last samples: `step`, `prompt`, `text`."""
+    samples = [event for event in events if event["event"] == "sample"]
+    if len(samples) > _MOST_SAMPLES:
+        notes.append(f"samples: the last {_MOST_SAMPLES} of {len(samples)}")
+    return [
+        {
+            "step": event.get("step"),
+            "prompt": limit_text(str(event.get("prompt") or "")),
+            "text": limit_text(str(event.get("text") or "")),
+        }
+        for event in samples[-_MOST_SAMPLES:]
+    ]
+
+
+def list_packings(events: Iterable[Line]) -> list[dict[str, Any]]:
+    """Return what the last start has packed, by corpus."""
+    found: dict[str, dict[str, Any]] = {}
+    for event in events:
+        if event["event"] == "packing":
+            corpus = limit_text(str(event.get("corpus", "")))
+            found[corpus] = {name: to_number(event[name]) for name in _PACKING if name in event}
+            found[corpus]["corpus"] = corpus
+    return list(found.values())
+
+
+def list_software(events: Iterable[Line]) -> list[list[str]]:
+    """Return versions and hashes of the code of the last start, and what hosts have in common."""
+    found: dict[str, str] = {}
+    for event in events:
+        if isinstance(event.get("software"), dict):
+            found |= {str(name): format_value(x) for name, x in event["software"].items()}
+        hosts = list_hosts([event])
+        for name in dict.fromkeys(name for host in hosts for name in host if name != "ranks"):
+            values = dict.fromkeys(format_value(host[name]) for host in hosts if name in host)
+            found[str(name)] = ", ".join(values)
+    return [[limit_text(name), limit_text(x)] for name, x in found.items()]
+
+
+def list_hosts(events: Sequence[Line]) -> list[Mapping[str, Any]]:
+    """Return the machines of the last event "host"."""
+    for event in reversed(events):
+        if event["event"] == "host" and isinstance(event.get("hosts"), list):
+            return [host for host in event["hosts"] if isinstance(host, dict)]
+    return []
