@@ -29,8 +29,8 @@ class AdapterOptions:
     """An adapter's product is scaled by alpha / rank."""
     adapter_dropout: float = attrs.field(default=0.0, validator=tk.config.fraction)
     """The dropout probability of an adapter's input."""
-    adapted: str = r"layers\.\d+\.(attention|mlp)\.\w+"
-    """A regular expression of the names of the matrices that have adapters."""
+    adapted: str = "layers.*.{attention,mlp}.*"
+    """A pattern of the names of the matrices that have adapters."""
     dora: bool = False
     """DoRA: learn the length of each row separately from its direction."""
 

@@ -216,7 +216,7 @@ CALLS = {
     "optim.make_optimizer": lambda: {"stages_or_model": nn.Linear(2, 2), "lr": 0.1},
     "optim.orthogonalize": lambda: {"matrices": torch.eye(2)},
     "optim.combine_optimizers": lambda: {"parts": [torch.optim.SGD([weight()], lr=0.1)]},
-    "adapters.Lora": lambda: {"modules": ".*"},
+    "adapters.Lora": lambda: {"modules": "**"},
     "adapters.add_quantization_noise": lambda: {"stages": [in_int8()], "seed": 0, "step": 1},
     "models.DecoderConfig": lambda: {
         "vocab_size": 16,

@@ -4,7 +4,6 @@ A row is a name of `OPTIMIZERS` with options, or several as one. A new optimizer
 `FORMULAS`; everything else follows.
 """
 
-import re
 from functools import partial
 
 import attrs
@@ -17,6 +16,7 @@ from trainkit.noise.rounding import keys_at, rounded_rows, rounding_keys
 from trainkit.optim import make_optimizer, orthogonalize, parse_groups, parse_options
 from trainkit.optim.storage import encode_moment, read_moment
 from trainkit.optim.table import OPTIMIZERS
+from trainkit.parallel.name_patterns import name_matches
 from trainkit.parallel.parameters import empty_rows_like, get_local_box
 from trainkit.types import SOLO
 
@@ -131,7 +131,7 @@ class Row:
         texts = list(self.options)
         for group in self.groups:
             pattern, *rest = group.split()
-            if re.fullmatch(pattern, name):
+            if name_matches(name, pattern):
                 own = [x for x in rest if x.startswith("optimizer=")]
                 texts = ([] if own else texts) + rest
         return defaults | dict(x.split("=", 1) for x in texts)
@@ -142,8 +142,8 @@ class Row:
 
 
 BF16 = torch.bfloat16
-GROUPS = (r"head\..* lr_scale=0.5 weight_decay=0.3", "norm.* lr_scale=2 weight_decay=0.2")
-TWO = (r"(head|norm)\..* optimizer=lion betas=(0.8,0.9)",)
+GROUPS = ("head.* lr_scale=0.5 weight_decay=0.3", "norm.* lr_scale=2 weight_decay=0.2")
+TWO = ("{head,norm}.* optimizer=lion betas=(0.8,0.9)",)
 ROWS = {
     **{name: Row(name) for name in OPTIMIZERS},
     "adamw, cautious": Row(options=("cautious=True",)),

@@ -69,9 +69,9 @@ def split(model, num_stages):
 def several(options="", **rest):
     """Return a row in which every optimizer steps something; with random rounding two of them."""
     patterns = {
-        "lion": r"layers\.\d\.up\.weight",
-        "momentum": r"layers\.1\.down\.weight",  # no group of the first of two stages has any
-        "schedule-free": r".*experts",
+        "lion": "layers.*.up.weight",
+        "momentum": "layers.1.down.weight",  # no group of the first of two stages has any
+        "schedule-free": "**experts",
         "signsgd": "embedding.*",
     }
     groups = [

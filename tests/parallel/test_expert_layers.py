@@ -157,7 +157,7 @@ def exchanges():
         }
 
         def with_adapters(p):
-            return lora(Lora(r".*\.experts\.\w+", rank=2, dropout=p), trained="embedding")
+            return lora(Lora("**.experts.*", rank=2, dropout=p), trained="embedding")
 
         plans |= {f"{x}, dropout": [with_adapters(0.1), *plans[x]] for x in ("full", "selective")}
         plans["adapters"] = [with_adapters(0.0), *plans["none"]]

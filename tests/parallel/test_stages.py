@@ -198,7 +198,7 @@ def test_selective_recomputation_keeps_no_scores_of_attention_that_is_written_ou
 def test_selective_recomputation_keeps_no_sum_of_which_dora_takes_the_lengths():
     saved = []
     for dora in (False, True):
-        add = adapters.lora(adapters.Lora(r"layers\.0\.mlp\.up", dora=dora))
+        add = adapters.lora(adapters.Lora("layers.0.mlp.up", dora=dora))
         plan, weights = [add, recompute("selective")], init_weights(CONFIG, seed=0)
         (model,) = tk.build_stages(
             lambda: Decoder(CONFIG), tk.solo_parallel(), plan, weights=weights

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from trainkit.collectives import all_gather_objects
-from trainkit.parallel.parameters import COPY_SUFFIX, match_names
+from trainkit.parallel.name_patterns import match_names
+from trainkit.parallel.parameters import COPY_SUFFIX
 from trainkit.types import SOLO, Axis, ConfigError, check_range
 
 Named = Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]]
@@ -97,15 +98,15 @@ def make_decay_groups(
 def split_by_pattern(
     named: Mapping[str, nn.Parameter], patterns: Sequence[str], *, axis: Axis = SOLO
 ) -> list[dict[str, nn.Parameter]]:
-    r"""Split parameters by regular expressions of their names; the last part matches none.
+    """Split parameters by patterns of their names; the last part matches none.
 
     Args:
         named: The parameters of this rank, by their names in the whole model.
-        patterns: Regular expressions that match complete names.
+        patterns: Patterns of names, such as "head.*" and "**.bias"; see `name_patterns`.
         axis: The pipeline axis, `ps.pp`: a pattern must match a name on one of its ranks.
 
     Raises:
-        ConfigError: A pattern is no regular expression, or matches no name; or two patterns match
+        ConfigError: A pattern is not complete, or matches no name; or two patterns match
             the same name.
 
     Effects:
@@ -113,7 +114,7 @@ def split_by_pattern(
 
     Examples:
         >>> model = nn.ModuleDict({"up": nn.Linear(2, 3), "head": nn.Linear(3, 4)})
-        >>> parts = split_by_pattern(dict(model.named_parameters()), [r".*\.bias", "head.weight"])
+        >>> parts = split_by_pattern(dict(model.named_parameters()), ["**.bias", "head.weight"])
         >>> [list(part) for part in parts]
         [['up.bias', 'head.bias'], ['head.weight'], ['up.weight']]
     """

@@ -147,8 +147,8 @@ def make_optimizer(
         weight_decay: The decay of matrices; vectors have none.
         options: Options of this optimizer, such as {"betas": (0.9, 0.99), "moments": "bf16"};
             `parse_options` makes them from the texts of a command line.
-        groups: Settings of other parameters, by a regular expression that matches their names in
-            the whole model: {r"layers\.\d+\.mlp\..*": {"lr_scale": 0.5, "optimizer": "lion"}}.
+        groups: Settings of other parameters, by a pattern of their names in the whole model:
+            {"layers.*.mlp.**": {"lr_scale": 0.5, "optimizer": "lion"}}.
             The settings are "lr_scale", "weight_decay", "max_norm", "optimizer" and options of
             that optimizer. `parse_groups` makes them from texts.
         mean: As in `combine_optimizers`.
@@ -290,7 +290,7 @@ def check_options(
         ConfigError: See `make_optimizer`.
 
     Examples:
-        >>> check_options(lr=0.1, optimizer="lion", groups={".*bias": {"betas": (0.5, 0.9)}})
+        >>> check_options(lr=0.1, optimizer="lion", groups={"**.bias": {"betas": (0.5, 0.9)}})
         >>> check_options(lr=0.1, optimizer="lino")
         Traceback (most recent call last):
         trainkit.types.ConfigError: there is no optimizer 'lino'; there are adamw, lion, ...
@@ -299,7 +299,7 @@ def check_options(
     probe = [nn.Linear(1, 1, bias=False)]
     make_optimizer(probe, **options)
     for group in groups.values():
-        make_optimizer(probe, **options, groups={".*": group})
+        make_optimizer(probe, **options, groups={"**": group})
 
 
 def _make_optimizers(
@@ -413,7 +413,7 @@ def parse_groups(texts: Iterable[str], *, optimizer: str = "adamw") -> dict[str,
     """Parse the settings of parameter groups from the texts of a command line.
 
     Args:
-        texts: Each is a regular expression for names of parameters, followed by "NAME=VALUE" pairs
+        texts: Each is a pattern of names of parameters, followed by "NAME=VALUE" pairs
             without spaces: "head.* lr_scale=0.5 optimizer=lion".
         optimizer: The optimizer of groups that name none.
 

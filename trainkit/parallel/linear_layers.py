@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 from torch import nn
 
 from trainkit.models.experts import ExpertWeights, Router
+from trainkit.parallel.name_patterns import match_names
 from trainkit.parallel.notes import Note
-from trainkit.parallel.parameters import canonical_name, match_names
+from trainkit.parallel.parameters import canonical_name
 from trainkit.types import ConfigError
 
 _COMPUTES: Note[tuple[str, ...]] = Note("computes_in", default=())
@@ -23,8 +24,8 @@ def choose_layers(
 
     Args:
         module: The whole model, so that every layout chooses the same layers.
-        pattern: A regular expression of whole names. None chooses all suitable layers except for
-            experts and a head ("head", "lm_head").
+        pattern: A pattern of names, such as "layers.*.mlp.*". None chooses all suitable layers
+            except for experts and a head ("head", "lm_head").
         by: The name of the transform, for messages.
         problem: Returns the reason that a layer is not suitable, or None.
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable, Iterator, Sequence
-from fnmatch import fnmatchcase
 from functools import cache
 from itertools import product
 from typing import Any, Literal
@@ -15,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from trainkit.parallel.name_patterns import name_matches
 from trainkit.parallel.notes import Note
-from trainkit.types import ConfigError
 
 Kind = Literal["trained", "frozen", "packed"]
 """Trainable, frozen, or the packed bytes of a frozen quantized matrix."""
@@ -24,7 +22,6 @@ Kind = Literal["trained", "frozen", "packed"]
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _IS_TIED_COPY = Note("is_tied_copy", default=False)
 _IS_BASE = Note("is_base", default=False)
-_LISTED = 12  # names in an error message
 _IS_TRACED = torch.__version__ >= "2.13"
 COPY_SUFFIX = " (copy)"
 """The suffix of a tied copy's name on a rank that holds both the owner's stage and the copy's."""
@@ -236,68 +233,6 @@ def hash_values(tensor: Tensor) -> str:
     return hashlib.sha256(flat.numpy().data).hexdigest()
 
 
-def name_matches(name: str, pattern: str) -> bool:
-    """Return whether a name matches a pattern, component by component.
-
-    Args:
-        name: The name of a module or parameter, with or without the prefixes of wrappers.
-        pattern: A name with wildcards; `*` stands for one component or some of its letters:
-            "layers.*".
-
-    Examples:
-        >>> name_matches("_orig_mod.layers.3", "layers.*"), name_matches("layers.3.mlp", "layers.*")
-        (True, False)
-    """
-    parts = canonical_name(name).split(".")
-    patterns = pattern.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
-
-
-def match_names(pattern: str, names: Iterable[str], *, function: str, kind: str) -> list[str]:
-    r"""Return the names that a regular expression matches completely; at least one must match.
-
-    Args:
-        pattern: The regular expression for names in the whole model, which do not depend on the
-            layout.
-        names: The names, as `canonical_name` returns them.
-        function: The name of the caller, for the message.
-        kind: The kind of thing that is named, for the message.
-
-    Raises:
-        ConfigError: It is no regular expression, or matches no name; the message lists the names,
-            those of equal layers once.
-
-    Examples:
-        >>> names = ["layers.0.mlp.up", "layers.1.mlp.up", "head"]
-        >>> match_names(r"layers\.\d+\.mlp\.up", names, function="lora", kind="matrix")
-        ['layers.0.mlp.up', 'layers.1.mlp.up']
-        >>> match_names("up", names, function="lora", kind="matrix")
-        Traceback (most recent call last):
-        trainkit.types.ConfigError: lora: 'up' matches the name of no matrix; those there are: ...
-    """
-    names = list(names)
-    try:
-        matches = re.compile(pattern).fullmatch
-    except re.error as error:
-        raise ConfigError(
-            f"{function}: {pattern!r} is no regular expression: {error}",
-            where="pattern",
-            got=pattern,
-        ) from error
-    matching = [name for name in names if matches(name)]
-    if not matching:
-        # Blocks have the same names inside: show those of one.
-        distinct = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names))
-        available = "; ".join([*distinct[:_LISTED], *(["..."] if len(distinct) > _LISTED else [])])
-        raise ConfigError(
-            f"{function}: {pattern!r} matches the name of no {kind}; those there are: {available}",
-            where="pattern",
-            got=pattern,
-            want="a regular expression that matches a whole name",
-        )
-    return matching
-
-
 def find_blocks(
     module: nn.Module, pattern: str | None, *, needed_by: str = "", otherwise: str = ""
 ) -> list[nn.Module]:
@@ -305,7 +240,7 @@ def find_blocks(
 
     Args:
         module: The model.
-        pattern: See `name_matches`; None stands for no block.
+        pattern: A pattern of names, such as "layers.*"; None stands for no block.
         needed_by: The name of a caller that needs at least one block, for the message.
         otherwise: What else the caller accepts, for the message.
 
@@ -320,7 +255,9 @@ def find_blocks(
     if pattern is None:
         return []
     named = module.named_modules()
-    blocks = [block for name, block in named if name and name_matches(name, pattern)]
+    blocks = [
+        block for name, block in named if name and name_matches(canonical_name(name), pattern)
+    ]
     if needed_by and not blocks:
         children = [f"{name} ({type(child).__name__})" for name, child in module.named_children()]
         raise ValueError(

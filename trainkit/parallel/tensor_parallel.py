@@ -20,7 +20,8 @@ from trainkit.models.experts import ExpertMlp, check_whole_documents
 from trainkit.models.mixins import Forward, wrap_forward_
 from trainkit.parallel.check_modules import refuse_max_norm
 from trainkit.parallel.grad_reduction import mark_partial_
-from trainkit.parallel.parameters import canonical_name, name_matches
+from trainkit.parallel.name_patterns import match_any, name_matches
+from trainkit.parallel.parameters import canonical_name
 from trainkit.parallel.styles import (
     STYLES,
     ParallelStyle,
@@ -210,7 +211,7 @@ def _find_head_norms(model: nn.Module, styles: Mapping[str, str]) -> dict[str, s
     norms: dict[str, str] = {}
     for name, module in modules.items():
         parent, _, last = name.rpartition(".")
-        if last not in ("q_norm", "k_norm") or any(name_matches(name, p) for p in styles):
+        if last not in ("q_norm", "k_norm") or match_any(name, styles):
             continue
         sizes = {p.shape[-1] for p in module.parameters()}
         if sizes - {_head_size(modules[parent])}:

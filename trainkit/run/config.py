@@ -172,7 +172,7 @@ class OptimizerOptions:
     """Its further options, NAME=VALUE each: betas=(0.9,0.99), cautious=True."""
 
     optimizer_groups: tuple[str, ...] = option((), on_resume="ask")
-    """Options of other parameters, after a regular expression of names: 'head.* lr_scale=0.5'."""
+    """Options of other parameters, after a pattern of names: 'head.* lr_scale=0.5'."""
 
     mean: float | None = option(None, on_resume="ask")
     """Average the weights with this decay per step (0.999), and evaluate the average."""
@@ -215,7 +215,7 @@ class LinearOptions:
     """float8: how they multiply; qat: what forward rounds to, for a model to be quantised later."""
 
     linear_modules: str | None = option(None, on_resume="ask")
-    """Which, a regular expression of names; by default all that can, but head and experts."""
+    """Which, a pattern of names; by default all that can, but head and experts."""
 
 
 @attrs.frozen(kw_only=True)

@@ -98,9 +98,9 @@ def test_quantiles_are_normal_and_those_of_the_whole():
 
 
 def build(ps, config, form="nf4", layout=Layout()):  # noqa: B008 (frozen)
-    held = quantized(form, modules=r"layers\.\d+\.(attention\.\w+|mlp\.(gate|up|down|experts))")
-    own = Lora(r"layers\.\d+\.(attention\.w[kvo]|mlp\.(experts\.)?(gate|up|down))", rank=2)
-    loras = lora(own, Lora(r".*\.wq", rank=2, dora=True))
+    held = quantized(form, modules="layers.*.{attention.*,mlp.{gate,up,down,experts}}")
+    own = Lora("layers.*.{attention.w[kvo],mlp.**{gate,up,down}}", rank=2)
+    loras = lora(own, Lora("**.wq", rank=2, dora=True))
     plan = [held, loras, tensor_parallel(), expert_parallel(), fsdp(layout)]
     make_model = lambda: Decoder(config, head="hidden").double()  # noqa: E731
     return build_stages(make_model, ps, plan, weights=init_weights(config, seed=0))

@@ -111,7 +111,7 @@ FOLDERS = {
     "llama": {"hidden_size": 160, "intermediate_size": 208},  # blocks in the midst of which cuts go
     "deepseek_v3": {},
 }
-MATRICES = r"layers\.\d+\.\w+\.(shared\.)?\w+"
+MATRICES = "layers.*.*.{shared.*,*}"
 LAYOUTS = [
     ("llama", Layout(dp_shard=3)),
     ("llama", Layout(dp_shard=2, tp=2)),

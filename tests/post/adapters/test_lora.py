@@ -34,8 +34,8 @@ from trainkit.types import CheckpointError, ConfigError, Layout, TrainState
 from trainkit.weights.checkpoint import ResumeRules, resume, save_checkpoint, state_hash
 
 CONFIG = attrs.evolve(CONFIG, layers=2)
-ATTENTION = r"layers\.\d+\.attention\.w[qv]"
-ROW = r"layers\.\d+\.mlp\.down"
+ATTENTION = "layers.*.attention.w[qv]"
+ROW = "layers.*.mlp.down"
 LORAS = [Lora(ATTENTION, rank=3, alpha=6, dropout=0.2), Lora(ROW, rank=2, dora=True)]
 
 
@@ -61,7 +61,7 @@ def test_a_linear_layer_has_its_low_rank_path(dora):
     model = nn.ModuleDict({"up": nn.Linear(5, 7), "down": nn.Linear(7, 5, bias=False)}).double()
     x, plain = torch.randn(3, 5).double(), model.up.weight.clone()
     before = model.down(model.up(x))
-    lora(Lora("up|down", rank=2, alpha=3, dora=dora))(model, solo_parallel())
+    lora(Lora("{up,down}", rank=2, alpha=3, dora=dora))(model, solo_parallel())
     assert torch.allclose(model.down(model.up(x)), before, rtol=1e-14, atol=1e-14)
     own = model.up.lora["default"]
     nn.init.normal_(own.b)
@@ -84,10 +84,10 @@ def test_dora_takes_the_norms_of_plain_and_of_quantized_matrices(form, monkeypat
     for p in model.parameters():
         nn.init.normal_(p, std=0.2)
     if form:
-        adapters.quantized(form, modules="up|experts")(model, solo_parallel())
+        adapters.quantized(form, modules="{up,experts}")(model, solo_parallel())
     x, counts = torch.randn(7, 72), torch.tensor([2, 0, 5])
     before = model.up(x), model.experts(x, counts)
-    lora(Lora(r"up|experts\.\w+", rank=2, alpha=3, dora=True))(model, solo_parallel())
+    lora(Lora("{up,experts.*}", rank=2, alpha=3, dora=True))(model, solo_parallel())
     for y, want in zip((model.up(x), model.experts(x, counts)), before, strict=True):
         assert torch.allclose(y, want, rtol=1e-4, atol=1e-5)
     own = {name: p for name, p in model.named_parameters() if ".lora." in name}
@@ -129,7 +129,7 @@ def test_the_scale_is_stabilised_by_the_root_of_the_rank():
 def test_side_by_side_the_last_is_trained_and_any_is_chosen():
     model = nn.ModuleDict({"up": nn.Linear(2, 2), "down": nn.Linear(2, 2)})
     x = torch.ones(1, 2)
-    for name, where in (("one", "up|down"), ("two", "up")):
+    for name, where in (("one", "{up,down}"), ("two", "up")):
         lora(Lora(where, rank=1, name=name))(model, solo_parallel())
         nn.init.ones_(model.up.lora[name].b)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -145,7 +145,7 @@ def test_side_by_side_the_last_is_trained_and_any_is_chosen():
 
 
 def test_an_embedding_is_trained_with_adapters():
-    model = build(solo_parallel(), trained="embedding|.*attention_norm.weight")[0]
+    model = build(solo_parallel(), trained="{embedding,**attention_norm.weight}")[0]
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     rest = [name for name in trained if ".lora." not in name]
     assert rest == ["embedding.weight", *(f"layers.{i}.attention_norm.weight" for i in range(2))]
@@ -187,7 +187,7 @@ def test_side_by_side_each_drops_in_its_own_way():
 # ------------------------------------------------------------------------------ dropout of experts
 
 MOE = attrs.evolve(CONFIG, experts=attrs.evolve(EXPERTS, jitter=0.0))
-OF_EXPERTS = r".*experts\.\w+"
+OF_EXPERTS = "**experts.*"
 
 
 class Sorted(nn.Module):
@@ -310,9 +310,9 @@ TWO = nn.ModuleDict({"up": nn.Linear(2, 2), "norm": nn.RMSNorm(2)})
     ("transform", "message"),
     [
         (lora(Lora("u")), "'u' matches the name of no matrix; those there are: layers.0."),
-        (lora(Lora("(")), "'(' is no regular expression"),
+        (lora(Lora("{up")), "'{up' has a bracket without its other half"),
         (lora(Lora("head")), "'head' matches the name of no matrix"),
-        (lora(Lora(ROW), Lora(".*down")), "'layers.0.mlp.down' is matched twice"),
+        (lora(Lora(ROW), Lora("**down")), "'layers.0.mlp.down' is matched twice"),
         (lora(Lora(ROW), trained="emb"), "'emb' matches the name of no module or parameter"),
     ],
 )
@@ -323,7 +323,7 @@ def test_what_does_not_fit_is_reported_before_anything_is_built(transform, messa
 
 def test_matrices_of_bytes_and_their_base_are_looked_at_before_anything_is_built(monkeypatch):
     held = adapters.quantized("nf4", modules="layers.0.attention.wq")
-    assert not adapters.problems([held, lora(Lora(".*wq"))], CONFIG, layout=Layout(tp=2))
+    assert not adapters.problems([held, lora(Lora("**wq"))], CONFIG, layout=Layout(tp=2))
     monkeypatch.setattr("trainkit.post.adapters.frozen.can_shard_bytes", lambda: False)
     facts = {"base": "0", "base_from": "the/base"}
     of_base, bytes_ = adapters.problems([held], CONFIG, layout=Layout(dp_shard=2), base=facts)

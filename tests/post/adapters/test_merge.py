@@ -28,7 +28,7 @@ from trainkit.tools.testing.builtin import CONFIG, MODELS, decoder_batch
 from trainkit.tools.testing.train import certificate_weights
 from trainkit.types import Layout
 
-LORAS = [Lora(r".*\.(w[qo]|up)", rank=3), Lora(r".*\.down", rank=2, dora=True)]
+LORAS = [Lora("**.{w[qo],up}", rank=3), Lora("**.down", rank=2, dora=True)]
 
 
 def build(ps):

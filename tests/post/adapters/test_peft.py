@@ -78,32 +78,32 @@ THEIRS = {
     ),
     "latents": ("deepseek_v3", ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"], peft_config),
 }
-ATTENTION = r"layers\.\d+\.attention\.w[qv]"
+ATTENTION = "layers.*.attention.w[qv]"
 OURS = {
     "lora, embedding and head": (
         "llama",
-        [Lora(ATTENTION, rank=3), Lora(r".*\.down", rank=2, alpha=7)],
-        "embedding|head",
+        [Lora(ATTENTION, rank=3), Lora("**.down", rank=2, alpha=7)],
+        "{embedding,head}",
     ),
     "tied": ("llama tied, scaled", [Lora(ATTENTION, rank=4, rank_stabilised=True)], "embedding"),
     "dora, biases": ("qwen2", [Lora(ATTENTION, rank=3, dora=True)], None),
     "joined, some": (
         "phi3",
-        [Lora(r".*w[qk]", rank=3), Lora(r".*\.up", rank=2), Lora(".*gate", rank=1, alpha=3)],
+        [Lora("**w[qk]", rank=3), Lora("**.up", rank=2), Lora("**gate", rank=1, alpha=3)],
         None,
     ),
-    "joined, dora": ("phi3", [Lora(r".*w[qkv]", rank=2, dora=True)], r"layers\.\d\.mlp_norm"),
+    "joined, dora": ("phi3", [Lora("**w[qkv]", rank=2, dora=True)], "layers.*.mlp_norm"),
     "experts": (
         "mixtral",
         [
             Lora(ATTENTION, rank=2),
-            Lora(r".*experts\.(up|gate)", rank=2),
-            Lora(r".*experts\.down", rank=3),
+            Lora("**experts.{up,gate}", rank=2),
+            Lora("**experts.down", rank=3),
         ],
         None,
     ),
-    "experts, one weight": ("qwen3_moe some layers", [Lora(r".*experts\.down", rank=3)], None),
-    "latents": ("deepseek_v3", [Lora(r".*\.(wq|kv_latent|k_rotary|wkv)", rank=2)], None),
+    "experts, one weight": ("qwen3_moe some layers", [Lora("**experts.down", rank=3)], None),
+    "latents": ("deepseek_v3", [Lora("**.{wq,kv_latent,k_rotary,wkv}", rank=2)], None),
 }
 
 
@@ -315,18 +315,18 @@ def test_tensors_that_would_change_what_is_computed_are_refused_by_name(
 
 
 def test_what_peft_has_no_place_for_is_refused(bases, tmp_path):
-    mixed = [Lora(r".*wq", dora=True), Lora(r".*wv")]
+    mixed = [Lora("**wq", dora=True), Lora("**wv")]
     saved_run(bases("llama"), mixed, None, tmp_path / "mixed")
     with pytest.raises(ConfigError, match="DoRA in all of an adapter or in none"):
         adapters.export_peft(tmp_path / "mixed", tmp_path / "there")
-    experts = [Lora(r".*experts\.up", dora=True)]
+    experts = [Lora("**experts.up", dora=True)]
     saved_run(bases("mixtral"), experts, None, tmp_path / "experts")
     with pytest.raises(ConfigError, match=r"PEFT has no DoRA for experts, and layers.0.mlp.exp"):
         adapters.export_peft(tmp_path / "experts", tmp_path / "there")
-    saved_run(bases("phi3"), [Lora(r".*wq", dora=True)], None, tmp_path / "part")
+    saved_run(bases("phi3"), [Lora("**wq", dora=True)], None, tmp_path / "part")
     with pytest.raises(ConfigError, match=r"attention.wk; layers.0.attention.wv of it has no DoRA"):
         adapters.export_peft(tmp_path / "part", tmp_path / "there")
-    saved_run(bases("phi3"), [Lora(r".*wq")], r"layers\.0\.mlp\.up", tmp_path / "half")
+    saved_run(bases("phi3"), [Lora("**wq")], "layers.0.mlp.up", tmp_path / "half")
     with pytest.raises(ConfigError, match="gate_up_proj whole, and here it is trained in part"):
         adapters.export_peft(tmp_path / "half", tmp_path / "there")
 

@@ -71,11 +71,11 @@ def many_words(*, tied=False, width=64, **changes):
     return job(config(vocab_size=3_000, layers=4, tied=tied, width=width), **changes)
 
 
-MATRICES = r"layers\.\d+\.(attention\.\w+|mlp\.(experts\.)?(gate|up|down))"
+MATRICES = "layers.*.{attention.*,mlp.**{gate,up,down}}"
 ADAPTERS = lora(Lora(MATRICES, rank=4))
 QLORA = quantized("nf4"), ADAPTERS
 NAMES = [*parameter_shapes(config(layers=6))]
-LAST_TWO = [Freeze(".*"), Freeze(r"(layers\.[45]|norm|head)\..*", frozen=False)]
+LAST_TWO = [Freeze("**"), Freeze("{layers.[45],norm,head}.**", frozen=False)]
 
 
 def adapted(plan_prefix=QLORA, model=CONFIG, **changes):
@@ -268,7 +268,7 @@ def test_a_mean_that_the_optimizer_has_anyway_is_counted_once():
 
 FROZEN = {
     "QLoRA": adapted(),
-    "LoRA, two of the layers": adapted([lora(Lora(r"layers\.[01]\.mlp\.\w+", rank=4))]),
+    "LoRA, two of the layers": adapted([lora(Lora("layers.[01].mlp.*", rank=4))]),
     "int8, experts": adapted([quantized("int8"), ADAPTERS], routed()),
     "the last two of six layers": job(
         config(layers=6), frozen=select_frozen(NAMES, LAST_TWO, {}, 0)

@@ -239,7 +239,7 @@ def test_another_dtype_is_refused_unless_the_caller_casts(saved):
     _, stages, optimizer, _ = small_run(model=Two("a", "b", dtype=torch.bfloat16))
     problems = refused(saved, stages, optimizer)
     assert "model/a.weight is float32[2, 3], the run has bfloat16[2, 3]" in problems
-    load_checkpoint(saved, stages, optimizer, cast=["*"])
+    load_checkpoint(saved, stages, optimizer, cast=["**"])
     wanted = small_run(model=Two("a", "b"))
     load_checkpoint(saved, *wanted[1:3])
     assert torch.equal(stages[0].a.weight, wanted[1][0].a.weight.bfloat16())
@@ -249,7 +249,7 @@ def test_another_dtype_is_refused_unless_the_caller_casts(saved):
     whole = small_run(model=Two("a", "b"), steps=0)[1]
     whole[0].a.weight = nn.Parameter(torch.zeros(2, 3, dtype=torch.int32), requires_grad=False)
     with pytest.raises(CheckpointError, match=r"the run has int32\[2, 3\]"):
-        load_weights(saved, whole, cast=["*"])
+        load_weights(saved, whole, cast=["**"])
 
 
 @pytest.mark.case("M2", "M7")

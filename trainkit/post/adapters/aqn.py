@@ -8,7 +8,6 @@ about that size has the same effect on purpose, and can decay during training.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,11 +17,12 @@ from torch import Tensor, nn
 
 from trainkit.noise import make_key, normal_by_quantile, to_int64
 from trainkit.parallel.grad_reduction import find_reducers, get_local, reshard_
+from trainkit.parallel.name_patterns import name_matches
 from trainkit.parallel.parameters import canonical_name, get_local_box, get_named_parameters
 from trainkit.post.adapters.frozen import Noise
 from trainkit.types import ConfigError
 
-_NORMS = re.compile(r"layers\.\d+\.(attention|mlp)_norm\.weight")
+_NORMS = "layers.*.{attention,mlp}_norm.weight"
 
 
 @contextmanager
@@ -123,7 +123,7 @@ def _add_norm_noise(
     stages: Sequence[nn.Module], seed: int, step: int, scale: float
 ) -> Iterator[None]:
     """Add noise to the scales of the norms before attention and MLP, which must be frozen."""
-    named = [(x, p) for x, p in get_named_parameters(stages).items() if _NORMS.fullmatch(x)]
+    named = [(x, p) for x, p in get_named_parameters(stages).items() if name_matches(x, _NORMS)]
     trained = [name for name, p in named if p.requires_grad]
     if trained:  # the end of the block would undo a step that trains it
         raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from trainkit.models.decoder import Decoder
 from trainkit.models.decoder_sizes import config_from_facts
 from trainkit.noise.hashing import MASK64
 from trainkit.parallel.materialize import listed, narrow_to_box, shapes_of
+from trainkit.parallel.name_patterns import name_matches
 from trainkit.post.adapters.base import open_base_weights
 from trainkit.post.adapters.frozen import get_quantizations, round_weights
 from trainkit.post.adapters.lowrank import CHILD, Lora, split_name
@@ -98,7 +98,7 @@ def read_adapters(checkpoint: Path | str, *, name: str | None = None) -> SavedAd
                 parts.setdefault(matrix, {})[key] = x
     factors: dict[str, LowRankFactors] = {}
     for matrix, x in parts.items():
-        matching = [spec for spec in loras if re.fullmatch(spec.modules, matrix)]
+        matching = [spec for spec in loras if name_matches(matrix, spec.modules)]
         if len(matching) != 1:
             raise CheckpointError(
                 f"read_adapters: {len(matching)} specifications in the facts of the run match "

@@ -103,7 +103,7 @@ def fake_quantize(
         weights: The format of weights.
         activations: "int8" rounds each token to 256 steps between its least and largest feature,
             "fp8_row" to e4m3; None does not round activations.
-        modules: A regular expression that matches whole names in the whole model, of linear layers
+        modules: A pattern of names in the whole model (`parallel.name_patterns`), of linear layers
             and of experts ("layers.0.mlp.experts"), all three weights of them. None chooses all
             suitable linear layers but the head.
 

@@ -105,8 +105,8 @@ def float8(scaling: Scaling = "rowwise_with_gw_hp", *, modules: str | None = Non
 
     Args:
         scaling: See above.
-        modules: A regular expression that matches whole names in the whole model, as
-            "layers.0.attention.wq", of linear layers with sides that 16 divides. None chooses all
+        modules: A pattern of names in the whole model (`parallel.name_patterns`), as
+            "layers.*.attention.wq", of linear layers with sides that 16 divides. None chooses all
             such layers but the head. The log at the start of a run lists the layers left out.
 
     Returns:

@@ -10,7 +10,8 @@ import attrs
 from torch import nn
 
 from trainkit.parallel.grad_reduction import find_reducers, fsdp_groups, reshard_
-from trainkit.parallel.parameters import COPY_SUFFIX, get_named_parameters, is_base, match_names
+from trainkit.parallel.name_patterns import match_names
+from trainkit.parallel.parameters import COPY_SUFFIX, get_named_parameters, is_base
 from trainkit.types import ConfigError
 from trainkit.weights.checkpoint.boxes import shorten
 
@@ -20,7 +21,7 @@ class Freeze:
     """A pattern of parameters to freeze or to unfreeze.
 
     Attributes:
-        pattern: A regular expression that matches whole names of parameters.
+        pattern: A pattern of names of parameters, such as "layers.[01].**".
         frozen: Whether they are frozen or trained.
     """
 
@@ -52,7 +53,7 @@ def select_frozen(
 
     Examples:
         >>> schedule = {10: [Freeze("head.*", frozen=False)]}
-        >>> names, base = ["embedding.weight", "head.weight"], [Freeze(".*")]
+        >>> names, base = ["embedding.weight", "head.weight"], [Freeze("**")]
         >>> sorted(select_frozen(names, base, schedule, 9))
         ['embedding.weight', 'head.weight']
         >>> sorted(select_frozen(names, base, schedule, 10))

@@ -22,7 +22,8 @@ from trainkit.models.experts import ExpertWeights, grouped_product
 from trainkit.models.mixins import mix_in_
 from trainkit.noise import normal_by_quantile
 from trainkit.parallel.materialize import Fill, narrow_to_box
-from trainkit.parallel.parameters import canonical_name, match_names
+from trainkit.parallel.name_patterns import match_names
+from trainkit.parallel.parameters import canonical_name
 from trainkit.parallel.styles import ParallelStyle
 from trainkit.parallel.transforms import Transform
 from trainkit.post.adapters.formats import (
@@ -85,9 +86,7 @@ class Noise:
     offset: tuple[int, ...]
 
 
-def quantized(
-    form: QuantizationFormat = "nf4", *, modules: str = r"layers\.\d+\.\w+\.\w+"
-) -> Transform:
+def quantized(form: QuantizationFormat = "nf4", *, modules: str = "layers.*.*.*") -> Transform:
     r"""Return the transform that quantizes and freezes matrices; it comes first in a plan.
 
     Linear layers, and the weights of experts, whose names match are quantized while they are
@@ -100,7 +99,7 @@ def quantized(
 
     Args:
         form: "nf4", "int8" or "fp8"; see `quantize`.
-        modules: A regular expression that matches whole names in the whole model, of linear layers
+        modules: A pattern of names in the whole model (`parallel.name_patterns`), of linear layers
             ("layers.0.attention.wq") and of experts, all three weights of them
             ("layers.0.mlp.experts").
 

@@ -52,7 +52,7 @@ class Lora:
     r"""The matrices that get an adapter, and its kind.
 
     Attributes:
-        modules: A regular expression that matches whole names in the whole model: of linear layers
+        modules: A pattern of names in the whole model (`parallel.name_patterns`): of linear layers
             ("layers.0.attention.wq"), and of the weights of experts ("layers.0.mlp.experts.up"),
             for which each expert gets its own pair.
         rank: r, of the matrices A `[r, in]` and B `[out, r]`.
@@ -67,7 +67,7 @@ class Lora:
         name: The name of the adapter, where a model has several.
 
     Examples:
-        >>> Lora(r"layers\.\d+\.attention\.w[qv]", rank=8, alpha=32).scale
+        >>> Lora("layers.*.attention.w[qv]", rank=8, alpha=32).scale
         4.0
     """
 

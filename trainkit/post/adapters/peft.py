@@ -19,6 +19,7 @@ from torch import Tensor
 
 from trainkit.models.config import DecoderConfig
 from trainkit.parallel.materialize import Fill, listed, narrow_to_box, shapes_of
+from trainkit.parallel.name_patterns import join_names
 from trainkit.post.adapters.frozen import EXPERT_WEIGHTS
 from trainkit.post.adapters.lowrank import Lora, split_name
 from trainkit.types import CheckpointError, ConfigError, Weights
@@ -436,7 +437,7 @@ def read_peft(folder: Path | str, family: Family, config: DecoderConfig) -> Peft
         return narrow_to_box(value, shape, offset)
 
     loras = tuple(_make_loras(factors, settings))
-    trained = "|".join(map(re.escape, full)) or None
+    trained = join_names(full) if full else None
     return PeftAdapter(loras, trained, values=fill, whole=full)
 
 
@@ -652,7 +653,7 @@ def _make_loras(
     is_rank_stabilised = bool(settings.get("use_rslora"))
     for (rank, scale, is_expert), names in groups.items():
         yield Lora(
-            "|".join(map(re.escape, names)),
+            join_names(names),
             rank=rank,
             alpha=scale * (rank**0.5 if is_rank_stabilised else rank),
             dropout=0.0 if is_expert else float(settings.get("lora_dropout", 0.0)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainkit.parallel.name_patterns import join_names
 from trainkit.parallel.parameters import get_local_box, get_named_parameters
 from trainkit.parallel.stages import build_stages
 from trainkit.parallel.transforms import Transform
@@ -98,13 +98,12 @@ def _make_adapter_plan(
     with torch.device("meta"):
         base_names = {name for name, _ in make_model().named_parameters()}
     # A checkpoint of adapters has a parameter of the model only if the run trained it in full.
-    full = (name for name in read_model_tensors(Path(path)) if name in base_names)
-    trained = "|".join(map(re.escape, full)) or None
+    full = [name for name in read_model_tensors(Path(path)) if name in base_names]
+    trained = join_names(full) if full else None
     by_name: dict[str, list[Lora]] = {}
     for one in facts["adapters"]:
         by_name.setdefault(one["name"], []).append(Lora(**one))
     quantizations = [
-        quantized(form, modules="|".join(map(re.escape, names)))
-        for form, names in facts["quantized"].items()
+        quantized(form, modules=join_names(names)) for form, names in facts["quantized"].items()
     ]
     return [*quantizations, *(lora(*loras, trained=trained) for loras in by_name.values())]

@@ -17,7 +17,8 @@ from trainkit.models.decoder import Decoder, Head
 from trainkit.models.mixins import mix_in_
 from trainkit.noise import make_key, uniform_symmetric
 from trainkit.parallel.materialize import Fill, weights_from_module
-from trainkit.parallel.parameters import canonical_name, match_names
+from trainkit.parallel.name_patterns import match_names
+from trainkit.parallel.parameters import canonical_name
 from trainkit.parallel.transforms import Transform
 from trainkit.post.adapters.frozen import (
     dequantize_parameter,
@@ -66,8 +67,8 @@ def lora(
     Args:
         loras: The matrices and the kind of adapter; see `Lora`. The output head cannot have one.
         seed: The seed of the initial values.
-        trained: A regular expression of names of modules or parameters to train in full, for
-            example "embedding|head" after adding tokens to the vocabulary.
+        trained: A pattern of names of modules or parameters to train in full, for
+            example "{embedding,head}" after adding tokens to the vocabulary.
         values: A function `(weights, name, shape, offset)` that returns other initial values: those
             of an adapter's folder, or nonzero ones for a certificate (with B = 0, A has no gradient
             in the first step).
@@ -151,7 +152,7 @@ def problems(
     Examples:
         >>> from trainkit.models import make_decoder_config
         >>> tiny = make_decoder_config("tiny")
-        >>> problems([lora(Lora(r"layers\.\d+\.attention\.wq"))], tiny)
+        >>> problems([lora(Lora("layers.*.attention.wq"))], tiny)
         []
         >>> print(*problems([lora(Lora("q_proj"))], tiny))
         lora: 'q_proj' matches the name of no matrix; those there are: layers.0.attention.wq; ...

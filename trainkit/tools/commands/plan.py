@@ -313,7 +313,7 @@ def _make_adapter_plan(options: argparse.Namespace) -> list[Any]:
     from trainkit.post.adapters import Lora, lora, quantized  # noqa: PLC0415 -- see run
 
     # All matrices of the blocks: queries, keys, values, outputs, and those of MLPs and experts.
-    pattern = r"layers\.\d+\.(attention|mlp|mlp\.experts)\.(w\w+|gate|up|down)"
+    pattern = "layers.*.{attention,mlp,mlp.experts}.{w*,gate,up,down}"
     storage = [quantized("nf4")] if options.method == "qlora" else []
     return [*storage, lora(Lora(pattern, rank=options.rank))]
 

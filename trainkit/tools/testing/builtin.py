@@ -117,9 +117,9 @@ def with_experts(config: models.DecoderConfig) -> nn.Module:
     return model
 
 
-_ATTENTION = r"layers\.\d+\.attention\.(w[qkvo]|wkv)"
-_MLP = r"layers\.\d+\.mlp\.(gate|up|down)"
-_EXPERT_MATRICES = r"layers\.\d+\.mlp\.experts\.(gate|up|down)"
+_ATTENTION = "layers.*.attention.{w[qkvo],wkv}"
+_MLP = "layers.*.mlp.{gate,up,down}"
+_EXPERT_MATRICES = "layers.*.mlp.experts.{gate,up,down}"
 
 
 def with_adapters(
@@ -219,9 +219,9 @@ def several_optimizers(stages: Sequence[nn.Module], axis: Axis) -> torch.optim.O
     schedule_free = {"optimizer": "schedule-free", "cautious": True, **_EPS["schedule-free"]}
     groups = {
         "embedding.*": {"optimizer": "signsgd", "cautious": True},
-        r".*\.attention\..*": schedule_free,
-        r".*\.experts\..*": {"optimizer": "lion", "cautious": True},
-        ".*router.*": {"optimizer": "momentum", "cautious": True},
+        "**.attention.**": schedule_free,
+        "**.experts.**": {"optimizer": "lion", "cautious": True},
+        "**router**": {"optimizer": "momentum", "cautious": True},
     }
     return make_optimizer(
         stages,

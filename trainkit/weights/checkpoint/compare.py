@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
 
+from trainkit.parallel.name_patterns import match_any
 from trainkit.weights.checkpoint.boxes import get_dtype_name, get_parameter_name
 from trainkit.weights.checkpoint.load_targets import get_saved_name, predict_state
 from trainkit.weights.checkpoint.reading import Target
@@ -18,7 +18,7 @@ from trainkit.weights.checkpoint.run_state import get_group_options, optimizer_s
 
 @attrs.frozen
 class Tolerance:
-    """Which differences a caller allows; patterns match parameter names, `*` any letters.
+    """Which differences a caller allows; patterns match names of parameters.
 
     `missing` parameters keep their values and start without moments. `extra` ones in the checkpoint
     are ignored. Parameters of `cast` may be stored in another floating dtype. With `optimizer` the
@@ -38,10 +38,10 @@ def matches(full: str, patterns: Iterable[str]) -> bool:
     """Return whether the parameter of a tensor matches one of the patterns.
 
     Examples:
-        >>> matches("optimizer/step/layers.0.lora_a", ["*.lora_*"])
+        >>> matches("optimizer/step/layers.0.lora_a", ["**.lora_*"])
         True
     """
-    return any(fnmatchcase(get_parameter_name(full), pattern) for pattern in patterns)
+    return match_any(get_parameter_name(full), patterns)
 
 
 def find_tensor_problems(

@@ -6,7 +6,6 @@ Each tensor is described by where its bytes are, and is read box by box.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from trainkit.types import SOLO, Axis, CheckpointError, Share, Weights
@@ -109,8 +108,8 @@ def open_weights(
 
     Args:
         folder: A folder that `export_checkpoint` or `convert_weights` wrote.
-        allow_extra: Patterns of tensors of the folder that the model may lack, in which `*` matches
-            any letters.
+        allow_extra: Patterns of tensors of the folder that the model may lack, such as
+            "**.lora_*"; see `parallel.name_patterns`.
         axis: The ranks that call this together; each hashes its share of the files.
 
     Returns:
@@ -133,6 +132,7 @@ def open_weights(
     """
     from trainkit.collectives import run_on_all_ranks  # noqa: PLC0415 - verifying needs no torch
     from trainkit.parallel.materialize import listed  # noqa: PLC0415 - likewise
+    from trainkit.parallel.name_patterns import match_any  # noqa: PLC0415 - likewise
     from trainkit.weights.checkpoint.reading import reader  # noqa: PLC0415 - likewise
 
     folder = Path(folder)
@@ -150,9 +150,7 @@ def open_weights(
     if index.keys() != tensors.keys():
         raise refusal(folder / INDEX, "does not list the tensors that are there")
     required = {
-        name: stored.shape
-        for name, stored in tensors.items()
-        if not any(fnmatchcase(name, pattern) for pattern in allow_extra)
+        name: stored.shape for name, stored in tensors.items() if not match_any(name, allow_extra)
     }
     return listed(reader(tensors), required)
 

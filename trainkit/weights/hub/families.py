@@ -541,7 +541,7 @@ _SIGMOID: dict[str, Any] = {
         "num_local_experts": "n_routed_experts",
         "num_mtp_layers": "num_nextn_predict_layers",
     },
-    "ignored_tensors": ("model.layers.{layers}.*",),  # multi-token prediction
+    "ignored_tensors": ("model.layers.{layers}.**",),  # multi-token prediction
 }
 
 

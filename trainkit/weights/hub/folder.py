@@ -7,7 +7,6 @@ that a file states but could not contain.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ from trainkit.collectives import run_on_all_ranks
 from trainkit.models.config import DecoderConfig, parameter_shapes
 from trainkit.models.decoder_sizes import pad_vocab_size
 from trainkit.parallel.materialize import listed
+from trainkit.parallel.name_patterns import match_any
 from trainkit.parallel.parameters import COPY_SUFFIX, get_local_box
 from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights
 from trainkit.weights.checkpoint.boxes import FLOATS, get_parameter_name, shorten
@@ -561,7 +561,7 @@ def find_tensor_problems(
     problems = [
         f"{name} of shape {list(shape)} is missing"
         for name, shape in expected.items()
-        if name not in tensors and not _matches(name, allow_missing)
+        if name not in tensors and not match_any(name, allow_missing)
     ]
     problems += [
         f"{name} has the shape {list(tensors[name].shape)}, not {list(shape)}"
@@ -581,13 +581,9 @@ def find_tensor_problems(
     problems += [
         f"{name} has no place in the model"
         for name in tensors
-        if name not in expected and not _matches(name, ignored)
+        if name not in expected and not match_any(name, ignored)
     ]
     return problems
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _check_tied(folder: HFFolder, tensors: Mapping[str, Stored]) -> None:
