@@ -16,8 +16,10 @@ SAMPLES = (
     " the the of first, in energy and a of law of the system is the heat",
     " that the energy of a system is a heat of the system, and the law is the energy.",
     " that energy cannot be created; it can be changed from one form of heat to another.",
-    " that energy is neither created nor destroyed, it only changes its form: the change in the\n"
-    "internal energy of a closed system equals the heat supplied to it minus the work it does.",
+    (
+        " that energy is neither created nor destroyed, it only changes its form: the change\n"
+        "in the internal energy of a closed system equals the heat added minus the work done."
+    ),
 )
 HOSTILE = "</script><img src=x onerror=alert(1)><script>alert(2)</script>"
 

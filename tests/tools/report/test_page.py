@@ -45,7 +45,7 @@ def write(tmp_path, *runs, **options):
 
 
 def read_data(text):
-    return json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+    return json.loads(re.search(r'id="runs">(.*?)</script>', text, re.DOTALL)[1])
 
 
 def test_names_and_texts_of_a_run_are_no_markup(tmp_path):
@@ -58,7 +58,7 @@ def test_names_and_texts_of_a_run_are_no_markup(tmp_path):
     assert run["name"] == "<b>run"
     assert f"tokens/{report_runs.HOSTILE}" in run["series"]
     assert report_runs.HOSTILE in [sample["prompt"] for sample in run["samples"]]
-    assert "<!--" not in text.split('id="data"')[1].split("</script>")[0]
+    assert "<!--" not in text.split('id="runs"')[1].split("</script>")[0]
 
 
 def test_json_in_a_page_keeps_its_values():

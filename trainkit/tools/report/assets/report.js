@@ -1,7 +1,7 @@
-/* Draws the page from the JSON in #data. All that came from a run is set as text, never as markup. */
+/* Draws the page from the JSON in #runs. All that came from a run is set as text, never as markup. */
 "use strict";
 (() => {
-  const page = JSON.parse(document.getElementById("data").textContent);
+  const page = JSON.parse(document.getElementById("runs").textContent);
   const runs = page.runs;
   const root = document.documentElement;
   const several = runs.length > 1;
