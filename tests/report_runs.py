@@ -143,7 +143,7 @@ def make_events(lines, *, last, ranks=16, every=1000, save=500, end=True):
                     "eval/accuracy": 0.78 - 0.11 * held_out,
                 }
             )
-        if step % (2 * every) == 0:
+        if step % (5 * every) == 0:
             events.append(
                 {
                     "time": time + 0.2,

@@ -158,13 +158,12 @@ def test_follow_writes_anew_until_the_run_has_ended(tmp_path, monkeypatch):
     assert (last["runs"][0]["numbers"]["step"], last["refresh"]) == (42, None)
 
 
-def test_a_page_is_never_half_written(tmp_path, monkeypatch):
+def test_a_page_that_is_open_is_replaced_not_changed(tmp_path):
     folder = report_runs.KINDS["one-line"](tmp_path / "run")
-    before = write(tmp_path, folder)
-    monkeypatch.setattr(report_page, "build_page", lambda *_, **__: "\ud800")
-    with pytest.raises(UnicodeEncodeError):
-        write_report([folder], tmp_path / "report.html")
-    assert (tmp_path / "report.html").read_text() == before
+    before = write(tmp_path, folder, title="first")
+    with (tmp_path / "report.html").open(encoding="utf-8") as file:
+        after = write(tmp_path, folder, title="second")
+        assert file.read() == before != after
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "run"]
 
 

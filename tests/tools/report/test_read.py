@@ -1,11 +1,12 @@
 """What of a run is read, when its files are whole and when they are not."""
 
-import json
-
 import pytest
 import report_runs
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trainkit.tools.report.describe import describe_run
+from trainkit.tools.report.page import build_page
 from trainkit.tools.report.read import read_run
 from trainkit.types import DataError
 
@@ -84,7 +85,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
 
 
 def test_values_of_another_version_are_no_error(tmp_path):
-    odd = [None, "text", [], {}, True, -1, 1e300, "0x1f"]
+    odd = [None, "text", [], {}, True, -1, 1e90, "0x1f"]
     lines = [{"step": n, "loss": x, "load": x, "lr": x, "time": x} for n, x in enumerate(odd)]
     events = [
         {"time": 1, "event": name, "step": 1} | dict.fromkeys(("hosts", "layout", "software"), x)
@@ -95,6 +96,57 @@ def test_values_of_another_version_are_no_error(tmp_path):
     folder = report_runs.write_run(tmp_path, lines, events, layers=layers)
     (folder / "final.json").write_text("[]")
     page = describe_run(read_run(folder), now=0.0)
-    json.dumps(page, allow_nan=False)
-    assert page["series"]["loss"]["v"][5:7] == [-1.0, 1e300]
+    build_page([page], title="a", written=0.0)
+    assert page["series"]["loss"]["v"][5:7] == [-1.0, 1e90]
     assert "final.json: left out (no JSON object)" in page["notes"]
+
+
+def test_integers_beyond_64_bits_are_text_or_no_steps(tmp_path):
+    big = 10**30
+    folder = report_runs.write_run(tmp_path, [{"step": 1}], [])
+    (folder / "config.toml").write_text(f"seed = {big}\npp = {big}\nbetas = [{big}, 1.0]")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"step": {big}, "loss": {big}}}\n{{"step": "{big}"}}\n{{"step": 1e300}}\n')
+    run = read_run(folder)
+    assert steps_of(run) == [1]
+    page = describe_run(run, now=0.0)
+    assert ["seed", str(big)] in page["config"]
+    build_page([page], title="a", written=0.0)
+
+
+WORDS = (
+    "step time loss grad_norm loss_hex skipped lr load tokens_total tokens/web seconds memory_peak"
+)
+NAMES = (
+    f"{WORDS} event ranks last repeated hosts layout software failure why names kind rms".split()
+)
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 40)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    ),
+    max_leaves=6,
+)
+EVENTS = st.sampled_from(
+    ["start", "end", "stop", "save", "evaluation", "host", "sample", "packing"]
+)
+LINES = st.lists(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=8), max_size=5)
+
+
+@settings(max_examples=60)
+@given(lines=LINES, events=LINES, layers=LINES, names=st.lists(EVENTS, min_size=5, max_size=5))
+def test_whatever_stands_in_the_files_there_is_a_page(
+    tmp_path_factory, lines, events, layers, names
+):
+    lines = [{"step": n, **line} for n, line in enumerate(lines)]
+    events = [
+        {"time": n, "event": x, **e} for n, (e, x) in enumerate(zip(events, names, strict=False))
+    ]
+    layers = [{"step": 1, "kind": "weight", "names": ["a"], **line} for line in layers]
+    folder = tmp_path_factory.mktemp("run")
+    run = read_run(report_runs.write_run(folder, lines, events, layers=layers))
+    build_page([describe_run(run, now=0.0)], title="a", written=0.0)

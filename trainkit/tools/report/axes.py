@@ -15,6 +15,7 @@ Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Position = tuple[float, float | None, float | None]
 """A place on the axes: step, tokens, seconds since the start; None on an axis that a run lacks."""
 
+_LARGEST_NUMBER = 1e100  # sums of larger ones overflow, and no metric means them
 _MOST_TEXT = 4000  # characters of one sample or one message
 
 
@@ -107,13 +108,14 @@ def get_numbers(lines: Sequence[Mapping[str, Any]], name: str) -> Floats:
 
 
 def to_number(value: Any) -> float:
-    """Return a number as it is, and NaN for anything else, bools and text included.
+    """Return a number as it is, and NaN for anything else: bools, text, numbers beyond 1e100.
 
     Examples:
         >>> to_number(3), to_number("3"), to_number(True)
         (3, nan, nan)
     """
-    return value if type(value) in (int, float) else math.nan
+    is_number = type(value) in (int, float) and abs(value) <= _LARGEST_NUMBER
+    return value if is_number else math.nan
 
 
 def limit_text(text: str) -> str:

@@ -72,7 +72,7 @@ def _name_event(event: Line, ranks: Any) -> tuple[str, str]:
         count = event.get("ranks")
         has_changed = type(count) is int and type(ranks) is int and count != ranks
         kind = "start" if ranks is None else "ranks" if has_changed else "restart"
-        text = f"{ranks} ranks, then {count}" if has_changed else f"on {count} ranks"
+        text = f"{ranks} ranks, then {count}" if has_changed else f"on {count or 'unknown'} ranks"
         if repeated := event.get("repeated"):
             text += f"; {repeated} steps are repeated"
         return kind, text
@@ -117,7 +117,12 @@ def format_value(value: Any) -> str:
     """
     if isinstance(value, str):
         return value
-    return f"{value:.6g}" if isinstance(value, float) else orjson.dumps(value, default=str).decode()
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    try:
+        return orjson.dumps(value, default=str).decode()
+    except TypeError:  # TOML holds integers beyond 64 bits
+        return str(value)
 
 
 def list_samples(events: Sequence[Line], notes: list[str]) -> list[dict[str, Any]]:

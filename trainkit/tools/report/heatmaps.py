@@ -10,7 +10,7 @@ import numpy as np
 
 from trainkit.run.plots.load import load_over_steps
 from trainkit.tools.report.axes import Axes, limit_text, locate, to_number
-from trainkit.tools.report.read import Line
+from trainkit.tools.report.read import Line, format_count
 from trainkit.tools.report.thin import round_values
 
 _MOST_COLUMNS = 240
@@ -30,9 +30,9 @@ def describe_layers(lines: Sequence[Line], axes: Axes, notes: list[str]) -> list
         notes: What is left out is appended.
     """
     whole = [line for line in lines if _is_whole(line)]
-    if len(whole) < len(lines):
+    if dropped := len(lines) - len(whole):
         notes.append(
-            f"layers.jsonl: {len(lines) - len(whole):,} lines left out (no step, kind or names, or "
+            f"layers.jsonl: {format_count(dropped, 'line')} left out (no step, kind or names, or "
             "not a value for each name)"
         )
     found: list[dict[str, Any]] = []
@@ -101,7 +101,7 @@ def describe_experts(lines: Sequence[Line], notes: list[str]) -> dict[str, Any] 
         ... )
         {'first': 1, 'last': 1, 'load': [[[1.5, 0.5]]]}
         >>> notes
-        ['load: 1 lines of another number of experts left out']
+        ['load: 1 line of another shape left out']
     """
     loads = [line for line in lines if line.get("load")]
     shapes = [_get_shape(line["load"]) for line in loads]
@@ -110,7 +110,9 @@ def describe_experts(lines: Sequence[Line], notes: list[str]) -> dict[str, Any] 
         return None
     same = [line for line, shape in zip(loads, shapes, strict=True) if shape == common[0][0]]
     if len(same) < len(loads):
-        notes.append(f"load: {len(loads) - len(same)} lines of another number of experts left out")
+        notes.append(
+            f"load: {format_count(len(loads) - len(same), 'line')} of another shape left out"
+        )
     columns = load_over_steps(same, columns=_MOST_COLUMNS)
     return {
         "first": same[0]["step"],

@@ -18,6 +18,9 @@ from trainkit.types import DataError
 _FILES = ("metrics.jsonl", "events.jsonl", "layers.jsonl", "config.toml", "run.json", "final.json")
 _LARGEST_FILE = 4 << 30  # bytes; no metrics file is larger, and a page of it would not open
 
+# No run is longer; products of steps with numbers of columns stay far below 2^63.
+_LARGEST_STEP = 1 << 40
+
 Line = dict[str, Any]
 
 
@@ -113,7 +116,9 @@ def _read_lines(path: Path, notes: list[str]) -> list[Line]:
             records.append(record)
         else:
             found["JSON, but no object"] += 1
-    notes += [f"{path.name}: {_count(n, 'line')} left out ({what})" for what, n in found.items()]
+    notes += [
+        f"{path.name}: {format_count(n, 'line')} left out ({what})" for what, n in found.items()
+    ]
     if rest and not (records and _is_object(rest)):
         notes.append(f"{path.name}: the last line is cut ({len(rest)} bytes)")
     return records
@@ -133,14 +138,16 @@ def _keep_steps(lines: list[Line], notes: list[str]) -> list[Line]:
         step = _to_integer(line.get("step"))
         if step is not None:
             whole.append(line if step is line["step"] else {**line, "step": step})
-    if len(whole) < len(lines):
+    if dropped := len(lines) - len(whole):
         notes.append(
-            f"metrics.jsonl: {_count(len(lines) - len(whole), 'line')} left out (no step; from "
+            f"metrics.jsonl: {format_count(dropped, 'line')} left out (no step; from "
             "another program or version)"
         )
     again = len(whole) - len({line["step"] for line in whole})
     if again:
-        notes.append(f"metrics.jsonl: {_count(again, 'line')} replaced by later ones of their step")
+        notes.append(
+            f"metrics.jsonl: {format_count(again, 'line')} replaced by later ones of their step"
+        )
     return whole
 
 
@@ -155,10 +162,8 @@ def _keep_events(lines: list[Line], notes: list[str]) -> list[Line]:
         whole.append({key: x for key, x in line.items() if key != "step"})
         if step is not None:
             whole[-1]["step"] = step
-    if len(whole) < len(lines):
-        notes.append(
-            f"events.jsonl: {_count(len(lines) - len(whole), 'line')} left out (no name or no time)"
-        )
+    if dropped := len(lines) - len(whole):
+        notes.append(f"events.jsonl: {format_count(dropped, 'line')} left out (no name or no time)")
     return whole
 
 
@@ -186,12 +191,18 @@ def _read_object(path: Path, notes: list[str]) -> dict[str, Any] | None:
 
 def _to_integer(value: Any) -> int | None:
     """Return a step as it is, or from a float or digits; None if it is none of these."""
-    if type(value) is int:
-        return value
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return int(value) if isinstance(value, str) and value.isdecimal() else None
+    if isinstance(value, str) and value.isdecimal() and len(value) < 16:
+        value = int(value)
+    if type(value) not in (int, float) or not abs(value) < _LARGEST_STEP:
+        return None
+    return int(value) if value == int(value) else None
 
 
-def _count(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
+    """Return a number of things in words.
+
+    Examples:
+        >>> format_count(1, "line"), format_count(2000, "line")
+        ('1 line', '2,000 lines')
+    """
     return f"{number:,} {noun}{'s' * (number != 1)}"

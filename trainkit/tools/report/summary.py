@@ -20,6 +20,7 @@ from trainkit.types import Layout
 
 _SILENT_AFTER = 120.0  # seconds without a line, as long as a step is short
 _RECENT = 100  # lines whose median is shown
+_LARGEST_WORLD = 1 << 31  # of ranks that a file may claim
 _MOST_RANKS = 64  # of a layout that is drawn rank by rank
 
 
@@ -46,7 +47,8 @@ def describe_state(run: RunFiles, *, now: float) -> dict[str, str]:
     if failure := last.get("end", {}).get("failure"):
         return {"kind": "failed", "text": limit_text(f"failed: {failure}")}
     if "stop" in last:
-        return {"kind": "stopped", "text": limit_text(f"stopped: {last['stop'].get('why')}")}
+        why = last["stop"].get("why") or last["stop"].get("reason")
+        return {"kind": "stopped", "text": limit_text(f"stopped: {why}")}
     if "end" in last:
         return {"kind": "stopped", "text": "ended before its last step"}
     silence = now - run.touched
@@ -162,7 +164,7 @@ def describe_layout(run: RunFiles, notes: list[str]) -> dict[str, Any] | None:
     except ValueError as error:
         notes.append(f"layout: not drawn ({error})")
         return None
-    if layout.world == 1:
+    if not 1 < layout.world < _LARGEST_WORLD:
         return None
     rows = _draw_layout(layout) if layout.world <= _MOST_RANKS else []
     return {"title": str(layout), "ranks": layout.world, "rows": rows}

@@ -38,6 +38,7 @@
   const color = (name) => (colors[name] ??= getComputedStyle(root).getPropertyValue(`--${name}`).trim());
   const fade = (hex, alpha) => hex + Math.round(alpha * 255).toString(16).padStart(2, "0");
   const runColor = (index) => `c${index % 8}`;
+  const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
   const isNumber = (x) => typeof x === "number" && isFinite(x);
 
   // ---------------------------------------------------------------- numbers as text
@@ -905,10 +906,10 @@
       simpleCard("lr", "Learning rate", "", "plain", "lr", { zero: true, canLog: true, all: true, exact: true }),
       simpleCard("norm", "Gradient norm", "before clipping", "plain", "grad_norm", { canLog: true, marks: ["skipped", "nonfinite"] }),
     ].filter(Boolean);
-    const terms = namesWith("loss/").map((name) => simpleCard(name, name.slice(5), "term of the loss", "plain", name, { canLog: true }));
+    const terms = namesWith("loss/").map((name) => simpleCard(name, capital(name.slice(5)), "term of the loss", "plain", name, { canLog: true }));
     const other = [...new Set(runs.flatMap((run) => Object.keys(run.evaluations)))].filter((name) => name !== "eval/loss").map((name) => {
       const list = runs.flatMap((run, index) => (run.evaluations[name] ? [{ run, name, label: several ? run.name : name.slice(5), color: runColor(index) }] : []));
-      return curveCard({ id: name, title: name.slice(5), unit: "held out", format: "plain", sources: [], evaluations: list, now: several ? null : plain(runs[0].evaluations[name].v.findLast(isNumber)) });
+      return curveCard({ id: name, title: capital(name.slice(5)), unit: "held out", format: "plain", sources: [], evaluations: list, now: several ? null : plain(runs[0].evaluations[name].v.findLast(isNumber)) });
     });
     if (loss && side.length < 2) { loss.node.classList.remove("tall"); loss.node.classList.add(side.length ? "w8" : "w12"); loss.node.querySelector(".plot").style.height = "300px"; }
     const further = [...terms, ...other].filter(Boolean);
@@ -978,8 +979,14 @@
       if (kinds.length) cards.push(layerCard(run, kinds));
       if (run.experts) cards.push(...expertCards(run));
     });
+    const balance = [
+      simpleCard("load_over_mean", "Busiest expert", "load over the mean, worst layer", "short", "load_over_mean"),
+      simpleCard("load_entropy", "Entropy of loads", "1 is balanced, worst layer", "plain", "load_entropy"),
+      simpleCard("expert_bias", "Bias of experts", "largest of a layer", "plain", "expert_bias"),
+      simpleCard("dropped_share", "Dropped choices", "worst layer", "percent", "dropped_share", { zero: true }),
+    ];
     if (cards.length === 1) { cards[0].node.classList.remove("w6"); cards[0].node.classList.add("w12"); }
-    addSection("inside", "Inside the model", cards);
+    addSection("inside", "Inside the model", [...cards, ...balance]);
   }
   /** Names without the end that all weights share. */
   const shorten = (names) => names.map((name) => (name.endsWith(".weight") ? name.slice(0, -7) : name));
@@ -1027,9 +1034,9 @@
   }
 
   function buildRest() {
-    const known = ["skipped", "loss_scale"];
-    const rest = [...new Set(runs.flatMap((run) => Object.keys(run.series)))].filter((name) => !usedNames.has(name) && !known.includes(name) && !/^load_|^expert_|^dropped_/.test(name) || name === "load_over_mean");
-    addSection("other", "Other metrics", rest.map((name) => simpleCard(name, name.replaceAll("_", " "), "", "plain", name, { canLog: true })));
+    const isOfLayer = /^(load_over_mean|load_entropy|expert_bias|dropped_share)\/\d+$/; // the heat map shows them
+    const rest = [...new Set(runs.flatMap((run) => Object.keys(run.series)))].filter((name) => !usedNames.has(name) && !isOfLayer.test(name));
+    addSection("other", "Other metrics", rest.map((name) => simpleCard(name, capital(name.replaceAll("_", " ")), "", "plain", name, { canLog: true })));
   }
 
   function buildTables() {
