@@ -272,9 +272,21 @@ def write_run(folder, lines, events, *, config=None, layers=(), final=False, tai
 
 
 def healthy(
-    folder, count=20_000, *, seed=0, lr=3e-4, rate=1.0, optimizer="adamw", shift=0.0, experts=True
+    folder,
+    count=20_000,
+    *,
+    seed=0,
+    lr=3e-4,
+    rate=1.0,
+    optimizer="adamw",
+    shift=0.0,
+    experts=True,
+    until=None,
 ):
-    """A run that has seen two restarts, a roll-back and a few skipped steps, and finished."""
+    """A run that has seen two restarts, a roll-back and a few skipped steps, and finished.
+
+    With `until` it goes on, and has reached that step.
+    """
     lines = make_steps(count, seed=seed, lr=lr, rate=rate)
     for line in lines:
         line["loss"] += shift * min(1, line["step"] / (0.1 * count))
@@ -367,13 +379,16 @@ def healthy(
         }
     )
     events.sort(key=lambda event: event["time"])
+    if until is not None:
+        lines = lines[:until]
+        events = [event for event in events if event["time"] <= lines[-1]["time"]]
     return write_run(
         folder,
         lines,
         events,
         config={"lr": lr, "optimizer": optimizer, "seed": seed},
         layers=make_layers(lines, every=max(1, count // 200)),
-        final=True,
+        final=until is None,
     )
 
 

@@ -86,6 +86,21 @@ def test_a_file_without_times_counts_the_seconds_of_its_steps(tmp_path):
     assert page["events"][0]["x"] == (3, None, 6.0)
 
 
+def test_an_axis_never_falls_and_has_no_gap(tmp_path):
+    times = [100.0, 101.0, None, 99.0, 104.0]  # a clock that was set back
+    lines = [{"step": n, "time": t} for n, t in enumerate(times, 1)]
+    page = describe(report_runs.write_run(tmp_path, lines, []))
+    assert page["x"]["time"] == [0.0, 1.0, 1.0, 1.0, 4.0]
+
+
+def test_a_phase_that_a_line_lacks_took_no_time_and_other_values_are_gaps(tmp_path):
+    first = {"step": 1, "seconds/save": 2.0, "mfu": 0.5}
+    lines = [first, {"step": 2, "loss": 1.0}, {"step": 3, "mfu": 1e200}]
+    series = describe(report_runs.write_run(tmp_path, lines, []))["series"]
+    assert series["seconds/save"]["v"] == [2.0, 0.0, 0.0]
+    assert series["mfu"]["v"] == [0.5, None, None]
+
+
 # ------------------------------------------------------------------------------------ states
 
 

@@ -211,9 +211,9 @@
     const at = (share) => values[Math.round(share * (values.length - 1))];
     let low = values[0], high = values.at(-1);
     const bulk = at(0.97) - at(0.015);
-    if (!spec.all && !spec.log && values.length > 40 && bulk > 0 && high - low > 3.5 * bulk) {
-      if (high - at(0.97) > 1.5 * bulk) high = at(0.97) + 0.7 * bulk;
-      if (at(0.015) - low > 1.5 * bulk) low = at(0.015) - 0.6 * bulk;
+    if (!spec.all && !spec.log && values.length > 40 && bulk > 0 && high - low > 2.5 * bulk) {
+      if (high - at(0.97) > bulk) high = at(0.97) + 0.7 * bulk;
+      if (at(0.015) - low > bulk) low = at(0.015) - 0.6 * bulk;
     }
     if (spec.zero) low = Math.min(low, 0);
     if (spec.log && low > 0) return [low / 1.08, high * 1.08];
@@ -565,7 +565,7 @@
       rows.forEach((name, row) => {
         const y = (row + 0.5) * height;
         svg.append(draw("line", { class: "row", x1: left, x2: left + width + 6, y1: y, y2: y }));
-        const label = draw("text", { x: left - 13, y: y + 3.5, "text-anchor": "end", text: name.length > 9 ? `${name.slice(0, 8)}…` : name });
+        const label = draw("text", { x: left - 11, y: y + 3.5, "text-anchor": "end", text: name.length > 9 ? `${name.slice(0, 8)}…` : name });
         svg.append(label);
       });
       const [low, high] = view();
@@ -919,7 +919,7 @@
     if (loss) addLane(loss);
   }
 
-  const PHASES = { data: "c5", forward: "c0", backward: "c4", reduce: "c1", step: "c2", evaluate: "c6", save: "c3", log: "c7", garbage: "ink-3" };
+  const PHASES = { data: "c5", forward: "c6", backward: "c0", reduce: "c1", step: "c2", evaluate: "c4", save: "c3", log: "c7", garbage: "ink-3" };
   function buildSpeed() {
     for (const name of ["seconds", "documents_per_second", "memory_reserved"]) usedNames.add(name);
     const phases = namesWith("seconds/");
