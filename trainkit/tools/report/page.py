@@ -33,7 +33,7 @@ def write_report(
     Args:
         run_dirs: Run directories; several are drawn over each other.
         out: The HTML file to write, whole or not at all.
-        title: The heading; by default the names of the runs.
+        title: The heading; by default the names of the runs, or their number.
         refresh: Seconds after which the open page loads itself again, as long as a run goes on.
 
     Returns:
@@ -62,7 +62,7 @@ def write_report(
     goes_on = any(run["state"]["kind"] not in _ENDED for run in runs)
     text = build_page(
         runs,
-        title=title or ", ".join(names),
+        title=title or (", ".join(names) if len(names) < 4 else f"{len(names)} runs"),
         refresh=refresh if goes_on else None,
         written=now,
     )

@@ -242,13 +242,17 @@
     return all.map((x) => (x === null ? "" : x.toFixed(Math.min(6, digits))));
   }
 
+  function makeHeader(spec, left, right) {
+    return make("header", {}, make("div", { class: "left" }, make("h3", { text: spec.title }), spec.unit ? make("span", { class: "unit", text: spec.unit }) : null, ...left), right);
+  }
+
   /** A card with curves over the common axis. `spec.sources` are {run, name, label, color}. */
   function curveCard(spec) {
     const plotNode = make("div", { class: "plot", tabindex: "0", role: "img" });
     const right = make("div", { class: "right" });
     const legend = make("div", { class: "legend" });
     const node = make("article", { class: `card ${spec.width || ""}`, "data-card": spec.id },
-      make("header", {}, make("h3", { text: spec.title }), spec.unit ? make("span", { class: "unit", text: spec.unit }) : null, legend, right), plotNode);
+      makeHeader(spec, [legend], right), plotNode);
     const item = { spec, node, plot: null, lines: [] };
     if (spec.canLog) {
       const button = make("button", { type: "button", text: "log", title: "Logarithmic axis", on: { click: () => {
@@ -307,7 +311,7 @@
 
   function lineData(spec) {
     const tables = [], series = [{}], lines = [];
-    const add = (options) => series.push({ spanGaps: false, points: { show: false }, ...options });
+    const add = (options) => series.push({ spanGaps: false, points: { show: longest < 30, size: 4 }, ...options });
     spec.sources.forEach((source) => {
       const index = runs.indexOf(source.run);
       const x = source.run.x[choice.axis];
@@ -342,7 +346,7 @@
   function stackData(spec) {
     const shown = spec.sources.filter((source) => isShown(runs.indexOf(source.run)) && source.run.x[choice.axis]);
     if (!shown.length) return [[[0, 1], [null, null]], [{}, { show: false }], [], undefined];
-    const x = shown[0].run.x[choice.axis];
+    let x = shown[0].run.x[choice.axis];
     let below = new Array(x.length).fill(0);
     const layers = shown.map((source) => {
       const values = smooth(source.run, source.name, choice.window);
@@ -350,6 +354,11 @@
       return { source, sums: below, values };
     });
     if (spec.share) for (const layer of layers) layer.sums = layer.sums.map((sum, i) => (below[i] > 0 ? sum / below[i] : null));
+    if (x.length === 1) { // one step has no width of its own
+      x = [x[0] - 0.25, x[0] + 0.25];
+      for (const layer of layers) [layer.sums, layer.values] = [layer.sums, layer.values].map(([value]) => [value, value]);
+      below = [below[0], below[0]];
+    }
     const data = [x], series = [{}], lines = [];
     for (const { source, sums, values } of [...layers].reverse()) {
       data.push(sums);
@@ -363,12 +372,16 @@
   function drawLegend(node, spec, lines) {
     node.replaceChildren();
     if (lines.length < 2 && !spec.stack) return;
-    for (const line of lines) {
+    if (runs.length > 3 && !spec.stack && spec.id !== "loss") return; // the table of runs has their colours
+    const entries = several ? lines.filter((line) => !line.isEvaluation || !spec.sources.length) : lines;
+    for (const line of entries) {
       const total = spec.totals?.[line.name];
       node.append(make("span", {}, make("i", { class: spec.stack ? "swatch" : "swatch line", style: { background: spec.stack ? `color-mix(in srgb, var(--${line.color}) 72%, var(--card))` : `var(--${line.color})` } }),
         make("bdi", { text: line.label }), total ? make("b", { text: total }) : null));
     }
+    if (entries.length < lines.length) node.append(make("span", { text: heldOut }));
   }
+  const heldOut = "dashed: held out";
   function describeCard(spec, lines) {
     const parts = lines.map((line) => {
       const values = (line.isEvaluation ? line.run.evaluations[line.name].v : line.run.series[line.name].v).filter(isNumber);
@@ -629,7 +642,7 @@
     const canvas = make("canvas", { role: "img", "aria-label": spec.title });
     const bar = make("span", { class: "ramp" });
     const node = make("article", { class: `card ${spec.width}`, "data-card": spec.id },
-      make("header", {}, make("h3", { text: spec.title }), spec.unit ? make("span", { class: "unit", text: spec.unit }) : null, ...(spec.controls || []), make("div", { class: "right" }, bar)), make("div", { class: "heat" }, canvas));
+      makeHeader(spec, spec.controls || [], make("div", { class: "right" }, bar)), make("div", { class: "heat" }, canvas));
     const item = { node, rescale: () => item.redraw() };
     let placed = null;
     item.redraw = () => {
@@ -731,6 +744,7 @@
   // ---------------------------------------------------------------- the parts of the page
 
   const has = (name) => runs.some((run) => run.series[name]);
+  const isSame = (list, get) => new Set(list.map((run) => JSON.stringify(get(run)))).size <= 1;
   const namesWith = (prefix) => [...new Set(runs.flatMap((run) => Object.keys(run.series).filter((name) => name.startsWith(prefix))))];
   const lastOf = (run, name) => run.series[name]?.v.findLast(isNumber);
   /** How far values reach around their middle: nobody looks at a curve that does not move. */
@@ -738,7 +752,7 @@
     const values = (series?.v || []).filter(isNumber).sort((a, b) => a - b);
     return values.length ? (values.at(-1) - values[0]) / (Math.abs(values[values.length >> 1]) || 1) : 0;
   };
-  const sourcesOf = (name) => runs.map((run, index) => ({ run, name, label: several ? run.name : name, color: runColor(index) })).filter(({ run }) => run.series[name]);
+  const sourcesOf = (name) => runs.map((run, index) => ({ run, name, label: several ? run.name : name, color: runColor(index), dash: index > 7 ? [6, 3] : undefined })).filter(({ run }) => run.series[name]); // eight colours
   const usedNames = new Set();
   function simpleCard(id, title, unit, format, name, options) {
     usedNames.add(name);
@@ -757,20 +771,36 @@
   }
 
   function addSection(id, title, items) {
-    items = items.filter(Boolean);
-    if (!items.length) return;
-    const grid = make("div", { class: "grid" }, ...items.map((item) => item.node || item));
+    const nodes = items.filter(Boolean).map((item) => item.node || item);
+    if (!nodes.length) return;
+    const grid = make("div", { class: "grid" }, ...arrange(nodes));
     document.getElementById("page").append(make("section", { id }, make("h2", { text: title }), grid));
-    if (id !== "learning") fillRow(items.map((item) => item.node || item).slice(items.findLastIndex((item) => (item.node || item).classList.contains("w8")) < 0 ? 0 : 2));
     nav.append(make("a", { href: "#", text: title, on: { click: (event) => { event.preventDefault(); document.getElementById(id).scrollIntoView(); } } }));
   }
-  /** Widen the cards of a last row that would leave a hole. */
-  function fillRow(nodes) {
-    nodes = nodes.filter((node) => node.className.trim() === "card");
-    if (!nodes.length) return;
-    const rest = nodes.length % 3;
-    const wide = nodes.length === 4 ? ["w3", 4] : rest === 1 ? ["w12", 1] : ["w6", rest];
-    for (const node of nodes.slice(nodes.length - wide[1])) if (wide[1]) node.classList.add(wide[0]);
+  /** Return cards in rows of twelve columns without a hole: wide ones first, then what is beside and below them. */
+  function arrange(nodes) {
+    const isTall = nodes[0].classList.contains("tall"); // two cards stand beside it
+    const ordered = nodes.slice(0, isTall ? 3 : 0);
+    const rest = nodes.slice(ordered.length);
+    const loose = rest.filter((node) => !/\bw\d/.test(node.className));
+    const row = (count, width) => {
+      for (const node of loose.splice(0, count)) {
+        node.classList.add(`w${width / count}`);
+        ordered.push(node);
+      }
+    };
+    const halves = rest.filter((node) => node.classList.contains("w6"));
+    for (const node of rest) {
+      if (!/\bw\d/.test(node.className) || ordered.includes(node)) continue;
+      ordered.push(node);
+      const isAlone = node === halves.at(-1) && halves.length % 2 === 1;
+      if (node.classList.contains("w8")) loose.length ? row(1, 4) : node.classList.replace("w8", "w12");
+      else if (isAlone) loose.length ? row(loose.length % 3 === 2 ? 2 : 1, 6) : node.classList.replace("w6", "w12");
+    }
+    if (loose.length % 3 === 1 && loose.length > 1) row(4, 12);
+    else if (loose.length % 3) row(loose.length % 3, 12);
+    while (loose.length) row(3, 12);
+    return ordered;
   }
 
   const nav = make("nav", { class: "nav", "aria-label": "Sections" });
@@ -840,7 +870,7 @@
     head.append(make("div", { class: "hero" }, make("h1", {}, make("bdi", { text: page.title })), pill(run),
       make("dl", { class: "facts" }, ...facts.map(([label, value]) => make("div", {}, make("dt", { text: label }), make("dd", { text: value }))))));
     const tiles = listTiles(run);
-    if (tiles.length) head.append(make("div", { class: "tiles", style: { "--tiles": tiles.length } }, ...tiles));
+    if (tiles.length > 1) head.append(make("div", { class: "tiles", style: { "--tiles": tiles.length } }, ...tiles));
   }
   function listTiles(run) {
     const n = run.numbers;
@@ -914,7 +944,6 @@
     if (loss && side.length < 2) { loss.node.classList.remove("tall"); loss.node.classList.add(side.length ? "w8" : "w12"); loss.node.querySelector(".plot").style.height = "300px"; }
     const further = [...terms, ...other].filter(Boolean);
     if (further.length === 1) { further[0].node.querySelector(".plot").classList.add("low"); further[0].spec.low = true; }
-    fillRow(further.map((item) => item.node));
     addSection("learning", "Learning", [loss, ...side, ...further]);
     if (loss) addLane(loss);
   }
@@ -924,7 +953,8 @@
     for (const name of ["seconds", "documents_per_second", "memory_reserved"]) usedNames.add(name);
     const phases = namesWith("seconds/");
     phases.forEach((name) => usedNames.add(name));
-    const stacked = phases.length ? runs.filter((run) => phases.some((name) => run.series[name])).map((run) => {
+    const colorOf = (name) => PHASES[name.slice(8)] || "ink-3";
+    const stacked = phases.length && runs.length > 2 ? [barCard("phases", "Step time by phase", "mean", phases, colorOf, (name) => name.slice(8), seconds)] : phases.length ? runs.filter((run) => phases.some((name) => run.series[name])).map((run) => {
       const order = Object.keys(PHASES).map((name) => `seconds/${name}`);
       const names = phases.filter((name) => run.series[name]).sort((a, b) => (order.indexOf(a) + 1 || 99) - (order.indexOf(b) + 1 || 99));
       const mean = (values) => values.reduce((sum, x) => sum + (x || 0), 0) / values.length;
@@ -932,7 +962,7 @@
       const total = Object.values(means).reduce((a, b) => a + b, 0);
       const totals = Object.fromEntries(names.map((name) => [name, total ? `${((100 * means[name]) / total).toFixed(means[name] / total < 0.1 ? 1 : 0)} %` : ""]));
       return curveCard({ id: `phases-${runs.indexOf(run)}`, title: "Step time by phase", unit: several ? run.name : "", format: "seconds", stack: true, zero: true, all: false, totals, width: several ? "w6" : "w8",
-        sources: names.map((name) => ({ run, name, label: name.slice(8), color: PHASES[name.slice(8)] || "ink-3" })) });
+        sources: names.map((name) => ({ run, name, label: name.slice(8), color: colorOf(name) })) });
     }) : [];
     const plainTime = simpleCard("seconds", "Step time", "", "seconds", "seconds", { zero: true });
     const time = phases.length ? [...stacked, ...(several || plainTime ? [plainTime] : [])] : [plainTime];
@@ -948,14 +978,15 @@
   function buildData() {
     const groups = namesWith("tokens/");
     for (const name of [...groups, ...namesWith("rows/"), "tokens", "tokens_processed", "documents", "trained_tokens_per_second"]) usedNames.add(name);
-    const corpora = groups.length ? runs.filter((run) => groups.some((name) => run.series[name])).map((run) => {
+    const corpora = groups.length && runs.length > 2 ? [barCard("corpora", "Tokens by corpus", "share", groups, (name) => runColor(groups.indexOf(name)), (name) => name.slice(7), null)] : groups.length ? runs.filter((run) => groups.some((name) => run.series[name])).map((run) => {
       const names = groups.filter((name) => run.series[name]);
       const sums = Object.fromEntries(names.map((name) => [name, (run.series[name].m || run.series[name].v).reduce((sum, x) => sum + (x || 0), 0)]));
       const total = Object.values(sums).reduce((a, b) => a + b, 0);
       return curveCard({ id: `corpora-${runs.indexOf(run)}`, title: "Tokens by corpus", unit: several ? run.name : "share of a step", format: "percent", stack: true, share: true, zero: true, all: true, width: several ? "w6" : "",
         totals: Object.fromEntries(names.map((name) => [name, percent(sums[name] / total)])), sources: names.map((name, at) => ({ run, name, label: name.slice(7), color: runColor(at) })) });
     }) : [];
-    const tables = runs.filter((run) => run.packing.length).map((run) => packingCard(run));
+    const packed = runs.filter((run) => run.packing.length);
+    const tables = isSame(packed, (run) => run.packing) ? packed.slice(0, 1).map((run) => packingCard(run, "")) : packed.map((run) => packingCard(run, run.name));
     addSection("data", "Data", [
       ...corpora,
       runs.some((run) => spread(run.series.tokens) > 0.03) ? pairCard("tokens", "Tokens a step", "", "short", [["tokens", "with a loss"], ["tokens_processed", "processed"]], { zero: true, all: true, main: "tokens" }) : null,
@@ -964,14 +995,33 @@
       ...tables,
     ]);
   }
-  function packingCard(run) {
+  /** One bar for each run, of the means of its parts; as shares of a whole where there is no format. */
+  function barCard(id, title, unit, names, colorOf, labelOf, format) {
+    const mean = (run, name) => {
+      const values = run.series[name]?.m || run.series[name]?.v || [];
+      return values.reduce((sum, x) => sum + (x || 0), 0) / (values.length || 1);
+    };
+    const sums = runs.map((run) => names.reduce((sum, name) => sum + mean(run, name), 0));
+    const legend = make("div", { class: "legend" }, ...names.map((name) => make("span", {}, make("i", { class: "swatch", style: { background: `color-mix(in srgb, var(--${colorOf(name)}) 72%, var(--card))` } }), make("bdi", { text: labelOf(name) }))));
+    const rows = runs.flatMap((run, index) => {
+      if (!sums[index]) return [];
+      const whole = format ? Math.max(...sums) : sums[index];
+      const parts = names.map((name) => {
+        const part = mean(run, name);
+        return make("i", { title: `${labelOf(name)} ${format ? `${format(part)}, ` : ""}${percent(part / sums[index])}`, style: { width: `${(100 * part) / whole}%`, background: `color-mix(in srgb, var(--${colorOf(name)}) 72%, var(--card))` } });
+      });
+      return [make("span", { class: "name" }, swatch(index), make("bdi", { text: run.name })), make("span", { class: "bar-parts" }, ...parts), make("span", { class: "n", text: format ? format(sums[index]) : "" })];
+    });
+    return { node: make("article", { class: "card w6", "data-card": id }, makeHeader({ title, unit }, [legend], null), make("div", { class: "bars" }, ...rows)) };
+  }
+  function packingCard(run, name) {
     const columns = [["corpus", "corpus"], ["tokens", "tokens", short], ["rows", "rows", short], ["documents", "documents", short], ["efficiency", "full", percent]].filter(([key]) => run.packing.some((row) => row[key] !== undefined && row[key] !== null));
-    return make("article", { class: "card" }, make("header", {}, make("h3", { text: "Packing" }), several ? make("span", { class: "unit", text: run.name }) : null),
+    return make("article", { class: "card" }, make("header", {}, make("h3", { text: "Packing" }), make("span", { class: "unit", text: name })),
       make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, ...columns.map(([, label, show]) => make("th", { class: show ? "n" : "", text: label })))),
         make("tbody", {}, ...run.packing.map((row) => make("tr", {}, ...columns.map(([key, , show]) => make("td", { class: show ? "n" : "wrap", text: show ? show(row[key]) : row[key] ?? "" }))))))));
   }
 
-  const STATS = { rms: "rms", largest: "largest", zeros: "share of zeros", nonfinite: "not finite" };
+  const STATS = { rms: "rms", largest: "largest", zeros: "zeros", nonfinite: "not finite" };
   function buildInside() {
     const cards = [];
     runs.forEach((run) => {
@@ -1043,8 +1093,8 @@
     addSection("samples", "Samples", [sampleCard()]);
     addSection("events", "Events", [eventTable()]);
     const layouts = runs.filter((run) => run.layout);
-    const isSame = layouts.length === runs.length && layouts.every((run) => JSON.stringify(run.layout) === JSON.stringify(layouts[0].layout));
-    addSection("layout", "Layout", (isSame ? layouts.slice(0, 1) : layouts).map((run) => layoutCard(run, several && !isSame)));
+    const isOne = layouts.length === runs.length && isSame(layouts, (run) => run.layout);
+    addSection("layout", "Layout", (isOne ? layouts.slice(0, 1) : layouts).map((run) => layoutCard(run, several && !isOne)));
     addSection("configuration", "Configuration", [configCard()]);
     const notes = runs.filter((run) => run.notes.length);
     addSection("notes", "What this page leaves out", notes.map((run) => make("article", { class: "card w12" }, several ? make("header", {}, make("h3", { text: run.name })) : null, make("ul", { class: "notes" }, ...run.notes.map((note) => make("li", { text: note }))))));
@@ -1054,7 +1104,7 @@
     if (!all.length) return null;
     const figure = (sample) => make("figure", { class: "sample" }, make("figcaption", {}, make("div", { text: isNumber(sample.step) ? `step ${whole(sample.step)}` : "" }), several ? make("bdi", { text: sample.run.name }) : null),
       make("pre", {}, sample.prompt ? make("span", { class: "prompt", text: sample.prompt }) : null, document.createTextNode(sample.text)));
-    return make("article", { class: "card w12" }, ...all.slice(0, 3).map(figure), all.length > 3 ? make("details", {}, make("summary", { text: `${all.length - 3} earlier samples` }), ...all.slice(3).map(figure)) : null);
+    return make("article", { class: "card w12" }, ...all.slice(0, 3).map(figure), all.length > 3 ? make("details", {}, make("summary", { text: `${all.length - 3} more` }), ...all.slice(3).map(figure)) : null);
   }
   function layoutCard(run, isNamed) {
     const { title, rows, ranks } = run.layout;
@@ -1088,7 +1138,10 @@
     return make("article", { class: "card w12" }, make("header", {}, make("h3", { text: title }), make("div", { class: "right" }, find)), body);
   }
   const pairList = (pairs) => make("dl", { class: "pairs" }, ...pairs.map(([key, [value]]) => make("div", {}, make("dt", { text: key }), make("dd", { text: value }))));
-  const differenceList = (pairs) => make("dl", { class: "pairs near" }, ...pairs.map(([key, values]) => make("div", {}, make("dt", { text: key }), make("dd", {}, ...values.map((value, index) => make("span", { class: "value" }, make("i", { class: "swatch", style: { background: `var(--${runColor(index)})` } }), make("bdi", { text: value })))))));
+  const swatch = (index) => make("i", { class: "swatch", style: { background: `var(--${runColor(index)})` } });
+  /** Each setting with its values, and the runs that have each. */
+  const differenceList = (pairs) => make("dl", { class: "pairs near" }, ...pairs.map(([key, values]) => make("div", {}, make("dt", { text: key }),
+    make("dd", {}, ...[...new Set(values)].map((value) => make("span", { class: "value" }, ...values.flatMap((other, index) => (other === value ? [swatch(index)] : [])), make("bdi", { text: value })))))));
   function buildDifferences() {
     if (!several) return;
     const rows = ["config", "software"].flatMap((kind) => [...new Set(runs.flatMap((run) => run[kind].map(([key]) => key)))].map((key) => [key, runs.map((run) => run[kind].find(([name]) => name === key)?.[1] ?? "–")]));
