@@ -18,6 +18,18 @@ from trainkit.files import atomic_write
 from trainkit.tools.report.describe import describe_run
 from trainkit.tools.report.read import read_run
 
+_SCRIPTS = (
+    "base",
+    "numbers",
+    "choices",
+    "curves",
+    "pointer",
+    "events",
+    "heatmaps",
+    "frame",
+    "panels",
+    "start",
+)
 _ENDED = ("finished", "stopped", "failed")
 
 
@@ -104,9 +116,12 @@ def build_page(
         "refresh": refresh,
         "runs": list(runs),
     }
-    script = f"{_read_asset('uPlot.iife.min.js')}\n{_read_asset('report.js')}"
+    # One function around all files, so that their names are no fields of the window.
+    parts = "\n".join(_read_asset(f"{name}.js") for name in _SCRIPTS)
+    library = _read_asset("uPlot.iife.min.js")
+    script = f'{library}\n(() => {{\n"use strict";\n{parts}}})();\n'
     style = f"{_read_asset('uPlot.min.css')}\n{_read_asset('style.css')}"
-    parts = {
+    values = {
         "title": html.escape(data["title"]),
         "licence": _read_asset("uPlot.LICENSE"),
         "policy": (
@@ -118,7 +133,7 @@ def build_page(
         "script": script,
     }
     # In one pass: what a value contains is not looked at again.
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _read_asset("template.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: values[found[1]], _read_asset("template.html"))
 
 
 def escape_json(value: Any) -> str:
