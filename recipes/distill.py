@@ -59,7 +59,7 @@ class Config(tk.config.RunConfig):
     compare: bool = tk.config.option(default=True, on_resume="ignore")
     """Train a twin first, on hard labels alone, in the folder hard of the run's directory."""
     eval_every: int = tk.config.option(60, tk.config.non_negative, on_resume="allow")
-    """Evaluate on held-out documents every so many steps, and at the end; 0 for never."""
+    """Steps between evaluations on held-out documents, with one at the end; 0 for none."""
     student: StudentOptions = StudentOptions()
     batch: tk.config.RowOptions = tk.config.RowOptions()
     optim: tk.config.OptimizerOptions = tk.config.OptimizerOptions(lr=4e-3, schedule_steps=120)
@@ -81,7 +81,10 @@ def choose_student(cfg, vocab_size):
 def open_rows(cfg, run, tokenizer, template=None):
     """Return the rows to train on, and those held out: pretrain.py holds out the same."""
     corpora = tk.corpora.open_corpora(
-        (cfg.data,) if cfg.data else (), tokenizer=tokenizer, template=template, log=run.log
+        (cfg.data,) if cfg.data else (),
+        tokenizer=tokenizer,
+        template=template,
+        log=run.log,
     )
     rows, held_out, _ = tk.corpora.pack_corpora(
         corpora,
@@ -137,7 +140,10 @@ def make_soft_labels(cfg, ps, base, batch):
     if cfg.hard == 1:  # the twin
         return tk.losses.next_token_linear, list, {}
     teacher = build_model(
-        cfg, ps, base.config, tk.adapters.open_base_weights(base.path, axis=ps.world)
+        cfg,
+        ps,
+        base.config,
+        tk.adapters.open_base_weights(base.path, axis=ps.world),
     )
     # The teacher is never trained: it has no gradients and no optimizer.
     for stage in teacher:
@@ -146,15 +152,19 @@ def make_soft_labels(cfg, ps, base, batch):
     # store. Its last hidden state is stored instead, and the loss computes logits from it for a few
     # tokens at a time. For this it needs the teacher's output matrix, copied here once.
     head = tk.parallel.make_output_head(teacher, batch)
+    divergence = tk.objectives.distillation(
+        head,
+        beta=BETAS[cfg.loss],
+        temperature=cfg.temperature,
+    )
+    # A temperature T makes gradients 1/T^2 as large (Hinton et al. 2015).
+    soft_weight = (1 - cfg.hard) * cfg.temperature**2
     loss = tk.losses.add_terms(
         (tk.losses.next_token_linear, cfg.hard),
-        (
-            tk.objectives.distillation(head, beta=BETAS[cfg.loss], temperature=cfg.temperature),
-            # A temperature T makes gradients 1/T^2 as large (Hinton et al. 2015).
-            (1 - cfg.hard) * cfg.temperature**2,
-        ),
+        (divergence, soft_weight),
     )
 
+    # The hidden states become one more column of each microbatch.
     def find_hidden(output, _):
         return {"teacher_hidden": tk.types.drop_routing(output).hidden}
 
@@ -169,7 +179,10 @@ def make_soft_labels(cfg, ps, base, batch):
 def make_train_step(cfg, ps, stages, optimizer, teach, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
     lr_at = tk.schedules.warmup_stable_decay(
-        cfg.optim.lr, warmup=cfg.optim.warmup, total=cfg.optim.schedule_steps, decay=0.4
+        cfg.optim.lr,
+        warmup=cfg.optim.warmup,
+        total=cfg.optim.schedule_steps,
+        decay=0.4,
     )
 
     def train_step(state, batch):
@@ -210,6 +223,7 @@ def train(cfg, run, base):
     """Resume from the last checkpoint, or start, and train until `steps` or until a stop."""
     ps = run.ps
     rows, held_out = open_rows(cfg, run, base.tokenizer, base.template)
+    # The batches of the twin, too: both runs have this seed.
     rows_at = tk.sampling.shuffle_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
     make_batch = functools.partial(
         tk.make_step_batch,
@@ -232,7 +246,10 @@ def train(cfg, run, base):
     train_step = make_train_step(cfg, ps, stages, optimizer, teach, forward_backward)
     # Held-out text is evaluated by the loss of its own tokens, which the twin has too.
     evaluate = tk.evaluation.make_evaluator(
-        stages, held_out, tk.losses.next_token_linear, rows_per_batch=cfg.batch.microbatch
+        stages,
+        held_out,
+        tk.losses.next_token_linear,
+        rows_per_batch=cfg.batch.microbatch,
     )
 
     state = run.resume(
@@ -281,14 +298,16 @@ def plan_runs(cfg):
     """Return the configurations of the runs: the twin on hard labels, and the student."""
     if not cfg.compare or cfg.hard == 1:
         return [cfg]
+    # A checkpoint that --resume names is the student's; the twin takes its own newest one.
     resume = cfg.resume if cfg.resume == "never" else "auto"
     twin = attrs.evolve(cfg, out=cfg.out / "hard", hard=1.0, teacher=None, resume=resume)
     return [twin, cfg]
 
 
 def main(argv=None):
-    """Read the configuration, refuse what does not fit, train the twin and the student."""
+    """Read the configuration, check it, and train the twin and the student."""
     cfg = tk.config.load_config(Config, argv)
+    # The teacher decides the tokenizer: both models need one vocabulary.
     base = tk.hub.open_model(
         cfg.teacher or tk.hub.ensure_base_run(Path(__file__).parent),
         tokenizer=cfg.tokenizer,
@@ -303,7 +322,7 @@ def main(argv=None):
     # Both models must fit the layout.
     for model in (choose_student(cfg, base.config.vocab_size), base.config):
         tk.parallel.check_layout(cfg.layout, model, cfg.batch)
-    # Two runs in one process: the twin is complete, or stopped, before the student begins.
+    # Two runs in one process: the twin is complete, or stopped, before the student starts.
     for each in plan_runs(cfg):
         with tk.open_run(
             each.out,

@@ -61,6 +61,7 @@ def library(trained, add_bos):
     Which of four endings is that of the text? Guessing is right in 25 % of the cases.
     """
     whole = tk.corpora.open_library_corpus(trained.tokenizer)
+    # A document is held out by a hash of its name, here and in pretrain.py.
     corpus, is_held_out = tk.corpora.hold_out(whole, one_in=40, piece=trained.context)
     lengths = corpus.lengths * is_held_out
     size = min(128, trained.context)
@@ -71,6 +72,7 @@ def library(trained, add_bos):
         for document in (lengths >= start + size).nonzero()[0]
     ]
     texts = [trained.tokenizer.decode(corpus.read(*place, size).tolist()) for place in places[:200]]
+    # The wrong endings are those of other texts, which are Python as well.
     endings = [text[len(text) // 2 :] for text in texts]
     questions = [
         {
@@ -101,18 +103,19 @@ def library(trained, add_bos):
 
 
 def begins_with_bos(cfg, trained):
-    """Return whether contexts begin with BOS, as the model's training texts did."""
+    """Return whether contexts start with BOS, as the model's training texts did."""
     return trained.adds_bos if cfg.add_bos is None else cfg.add_bos
 
 
 def read(cfg, trained):
-    """Return the items to score by kind, with hashes of their files; bad input is refused here."""
+    """Return the items to score by kind, with hashes of their files; bad input is rejected here."""
+    # Texts to score are read as those of a perplexity, but have no summary.
     readers = {
         "perplexity": evaluation.read_texts,
         "choices": evaluation.read_choices,
         "score": evaluation.read_texts,
     }
-    found = {}
+    items_by_kind = {}
     for kind, reader in readers.items():
         if path := getattr(cfg, kind):
             sources = {}
@@ -123,8 +126,10 @@ def read(cfg, trained):
                 context=trained.context,
                 add_bos=begins_with_bos(cfg, trained),
             )
-            found[kind] = items, sources
-    return found if found or cfg.tasks else library(trained, begins_with_bos(cfg, trained))
+            items_by_kind[kind] = items, sources
+    if items_by_kind or cfg.tasks:
+        return items_by_kind
+    return library(trained, begins_with_bos(cfg, trained))
 
 
 def build(cfg, ps, trained):
@@ -145,8 +150,9 @@ def build(cfg, ps, trained):
 def make_writer(stages, trained):
     """Return the function that continues prompts for tasks of lm-eval that ask for texts."""
 
+    # A task's options for its texts; `make_harness_model` passes them by these names.
     def write(prompts, *, max_new_tokens, temperature, stop):
-        found = tk.generation.generate(
+        completions = tk.generation.generate(
             stages,
             prompts,
             max_new_tokens=max_new_tokens,
@@ -157,12 +163,12 @@ def make_writer(stages, trained):
             tokenizer=trained.tokenizer,
             vocab_size=trained.tokenizer.vocab_size,
         )
-        return [completion.ids for completion in found]
+        return [completion.ids for completion in completions]
 
     return write
 
 
-def evaluate(cfg, ps, trained, found, manager):
+def evaluate(cfg, ps, trained, items_by_kind, manager):
     """Score what was read, and return the results; a line for each item goes to a file."""
     log = tk.run.make_logger(ps.world.share).info
     stages = build(cfg, ps, trained)
@@ -171,6 +177,7 @@ def evaluate(cfg, ps, trained, found, manager):
     score = evaluation.make_scorer(stages, tokens_per_batch=cfg.batch)
     # An interrupted evaluation resumes: lines that were written with the same weights, texts and
     # settings are not computed again.
+    # The hash of a state needs an optimizer; this one has no state.
     no_optimizer = torch.optim.SGD(tk.get_parameters(stages))
     facts = {
         "model": tk.state_hash(tk.TrainState(), stages, no_optimizer, ps),
@@ -180,21 +187,23 @@ def evaluate(cfg, ps, trained, found, manager):
         "tokenizer": tk.tokenizers.tokenizer_hash(trained.tokenizer),
     }
     results = {}
-    for kind, (items, sources) in found.items():
-        # A question is right if its answer is the likeliest choice; a text has a perplexity.
-        line = evaluation.make_choice_record if kind == "choices" else evaluation.make_text_record
+    for kind, (items, sources) in items_by_kind.items():
+        # A question is right if its answer is the most likely choice; a text has a perplexity.
+        is_choice = kind == "choices"
+        make_record = evaluation.make_choice_record if is_choice else evaluation.make_text_record
         path = cfg.out / f"{kind}.jsonl"
-        known = evaluation.write_results(
+        num_reused = evaluation.write_results(
             path,
-            functools.partial(score_from, score, items, line),
+            functools.partial(score_from, score, items, make_record),
             facts={**facts, "data": sources},
             axis=ps.world,
         )
         log(
-            f"{kind}: {len(items)} lines are in {path}" + (f", {known} were there" if known else "")
+            f"{kind}: {len(items)} lines are in {path}"
+            + (f", {num_reused} were there" if num_reused else "")
         )
         if kind != "score":
-            summarize = evaluation.accuracy if kind == "choices" else evaluation.perplexity
+            summarize = evaluation.accuracy if is_choice else evaluation.perplexity
             results[kind] = summarize(evaluation.read_results(path))
     if cfg.tasks:
         model = evaluation.make_harness_model(
@@ -205,33 +214,37 @@ def evaluate(cfg, ps, trained, found, manager):
             generate=make_writer(stages, trained),
         )
         results["tasks"] = evaluation.evaluate_tasks(
-            model, cfg.tasks, manager, shots=cfg.shots, limit=cfg.limit
+            model,
+            cfg.tasks,
+            manager,
+            shots=cfg.shots,
+            limit=cfg.limit,
         )
         log(f"tasks: {model.cut} contexts were cut on their left to {trained.context} tokens")
     return results
 
 
-def score_from(score, items, line, start):
-    """Yield the lines of items from a number on."""
-    return evaluation.score_in_groups(score, items, line, start=start)
+def score_from(score, items, make_record, start):
+    """Yield the records of items from an index on."""
+    return evaluation.score_in_groups(score, items, make_record, start=start)
 
 
 def main(argv=None):
-    """Read what to evaluate, refuse what does not fit, load the model, and evaluate it."""
+    """Read what to evaluate, check it, load the model, and evaluate it."""
     cfg = tk.config.load_config(Config, argv)
-    # All that can be refused is refused before the weights are read.
+    # All that can be rejected is rejected before the weights are read.
     precision = tk.parallel.resolve_precision(tk.Precision(compute=cfg.compute))
     path = cfg.run or tk.hub.ensure_base_run(Path(__file__).parent)
     trained = tk.hub.open_model(path, tokenizer=cfg.tokenizer, context=cfg.context)
     tk.parallel.check_layout(cfg.layout, trained.config)
     name = f"{path.absolute().name}-{trained.path.name}"
     cfg = attrs.evolve(cfg, compute=precision.compute, out=cfg.out or Path("runs/evaluate") / name)
-    found = read(cfg, trained)
+    items_by_kind = read(cfg, trained)
     manager = evaluation.open_tasks(cfg.tasks, include=cfg.include) if cfg.tasks else None
     cfg.out.mkdir(parents=True, exist_ok=True)
     # Nothing is trained, so a layout is all there is around it: no run directory, no checkpoints.
     with tk.parallel_session(cfg.layout) as ps:
-        results = evaluate(cfg, ps, trained, found, manager)
+        results = evaluate(cfg, ps, trained, items_by_kind, manager)
         if ps.world.index == 0:
             text = json.dumps(results, indent=2)
             # The file is replaced as a whole: a reader never sees half of it.

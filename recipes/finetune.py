@@ -58,7 +58,7 @@ class Config(tk.config.RunConfig):
     cache: Path | None = tk.config.option(Path("runs/cache"), on_resume="allow")
     """Where packings are cached for the next run; None for no cache."""
     eval_every: int = tk.config.option(275, tk.config.non_negative, on_resume="allow")
-    """Evaluate on held-out conversations before, every so many steps, and at the end; 0: never."""
+    """Steps between evaluations on held-out conversations, with one at both ends; 0 for none."""
     ask: tuple[str, ...] = tk.config.option(
         ("def is_open(self)", "def get_version(name)", "def remove_file(path, force=False)"),
         on_resume="allow",
@@ -73,7 +73,7 @@ class Config(tk.config.RunConfig):
 def open_rows(cfg, run, tokenizer):
     """Return the rows to train on, the rows held out, and counts of what was read."""
     # The template writes a conversation as tokens; a mask says which of them are trained on. A
-    # conversation that is longer than a row is left out: cut, it would end in the middle.
+    # conversation that is longer than a row is left out: truncated, it would end in the middle.
     corpus, counts = tk.corpora.open_chats(
         cfg.data,
         tokenizer=tokenizer,
@@ -99,7 +99,7 @@ def open_rows(cfg, run, tokenizer):
 
 
 def change_matrices(cfg):
-    """Return the transforms with which a plan begins: 4 bits, low precision, adapters."""
+    """Return the transforms with which a plan starts: 4 bits, low precision, adapters."""
     plan = [tk.adapters.quantized("nf4")] if cfg.method == "qlora" else []
     plan += tk.adapters.make_linear_transforms(cfg.linear.linears, cfg.linear.linear_modules)
     if cfg.method == "full":
@@ -155,7 +155,9 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
     # Warm up, and fall along a cosine to 0.
     lr_at = tk.schedules.cosine(
-        cfg.optim.lr, warmup=cfg.optim.warmup, total=cfg.optim.schedule_steps
+        cfg.optim.lr,
+        warmup=cfg.optim.warmup,
+        total=cfg.optim.schedule_steps,
     )
 
     def train_step(state, batch):
@@ -213,7 +215,10 @@ def train(cfg, run, tokenizer, base, first):
     forward_backward = tk.make_forward_backward(stages, loss, reduce=cfg.layout.reduce)
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
     evaluate = tk.evaluation.make_evaluator(
-        stages, held_out, loss, rows_per_batch=cfg.batch.microbatch
+        stages,
+        held_out,
+        loss,
+        rows_per_batch=cfg.batch.microbatch,
     )
 
     # Facts that a resumed run must share. The context is the longest text that the model is for.
@@ -266,7 +271,7 @@ def train(cfg, run, tokenizer, base, first):
 
 
 def answer_questions(cfg, stages, tokenizer):
-    """Return each question and the model's likeliest answer to it."""
+    """Return each question and the model's most likely answer to it."""
     answers = tk.generation.answer_questions(
         stages,
         cfg.ask,
@@ -296,7 +301,10 @@ def main(argv=None):
         init=first.source,
         tokenizer=base.name,
         template=tk.chat.choose_template_name(
-            cfg.template, base.tokenizer, own=base.template, where=str(base.path)
+            cfg.template,
+            base.tokenizer,
+            own=base.template,
+            where=str(base.path),
         ),
         precision=tk.parallel.resolve_precision(cfg.precision),
     )
@@ -311,11 +319,18 @@ def main(argv=None):
         base.config,
         cfg.batch,
         others=tk.adapters.problems(
-            change_matrices(cfg), base.config, layout=cfg.layout, base=base.facts
+            change_matrices(cfg),
+            base.config,
+            layout=cfg.layout,
+            base=base.facts,
         ),
     )
     with tk.open_run(
-        cfg.out, layout=cfg.layout, timeouts=cfg.timeouts, numerics=cfg.numerics, config=cfg
+        cfg.out,
+        layout=cfg.layout,
+        timeouts=cfg.timeouts,
+        numerics=cfg.numerics,
+        config=cfg,
     ) as run:
         return train(cfg, run, base.tokenizer, base, first)
 

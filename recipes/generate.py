@@ -25,41 +25,49 @@ class Config:
     run: Path | None = None
     """A run, a checkpoint or a Hugging Face folder; by default runs/pretrain, or a small base."""
     prompt: tuple[str, ...] = ("def ",)
-    """Texts to continue, which may be empty; to what has learned to answer, questions."""
+    """Texts to continue, which may be empty; questions to a model that was taught to answer."""
     tokens: int = attrs.field(default=300, validator=tk.config.positive)
-    """How many tokens to write at most, of each."""
+    """The maximum number of new tokens of each text."""
     temperature: float = attrs.field(default=0.7, validator=tk.config.non_negative)
-    """How daring the choice of tokens is; 0 always takes the likeliest."""
+    """Divides the logits: below 1 likely tokens become more likely; 0 takes the most likely one."""
     top_k: int | None = attrs.field(default=None, validator=optional(tk.config.positive))
-    """Choose among this many likeliest tokens only."""
+    """Sample among this many most likely tokens."""
     top_p: float = 1.0
-    """Leave out the least likely tokens that together have no more than 1 - top_p."""
+    """Drop the least likely tokens, whose probabilities sum to at most 1 - top_p."""
     min_p: float = 0.0
-    """Leave out tokens that are less likely than the likeliest times this."""
+    """Drop tokens with a probability below this times that of the most likely one."""
     repetition_penalty: float = attrs.field(default=1.0, validator=tk.config.positive)
-    """What logits of tokens of the text so far are divided by, or multiplied by below 0."""
+    """Divides the logits of tokens that the text contains; negative ones are multiplied."""
     stop: tuple[str, ...] = attrs.field(default=(), validator=not_empty)
-    """Strings that end a text; they are not written."""
+    """Strings that end a text, and are not part of it."""
     stream: bool = True
-    """Show a single text as it comes; several are shown when they are there."""
+    """Show a single text while it is generated; several are shown at the end."""
     seed: int = 0
-    """The seed of the choices."""
+    """The seed of the noise."""
     plain: bool = False
-    """Continue prompts as they are, though the model has learned to answer."""
+    """Continue prompts as they are, also with a model that was taught to answer."""
 
 
 def encode_prompts(cfg, trained):
-    """Return the tokens of each prompt, what is shown before its text, and what ends one."""
+    """Return the tokens of each prompt, the texts to show before them, and the stop tokens."""
     tokenizer = trained.tokenizer
     if trained.template is not None and not cfg.plain:
-        # It has learned to answer: each prompt is what a user says, and the answer is shown alone.
+        # It was taught to answer: each prompt is a turn of the user, and the answer is shown alone.
         template = tk.chat.load_template(trained.template)
-        conversations = [[{"role": "user", "content": text}] for text in cfg.prompt]
-        prompts = [tk.chat.encode_prompt(x, tokenizer, template=template) for x in conversations]
-        return prompts, [""] * len(prompts), tk.chat.find_stop_ids(tokenizer, template)
-    begin = [tokenizer.bos_id] if trained.adds_bos else []
-    # A prompt needs a token. An empty one becomes EOS, behind which a new text begins.
-    prompts = [[*begin, *tokenizer.encode(text)] or [tokenizer.eos_id] for text in cfg.prompt]
+        prompts = [
+            tk.chat.encode_prompt(
+                [{"role": "user", "content": text}],
+                tokenizer,
+                template=template,
+            )
+            for text in cfg.prompt
+        ]
+        shown = [""] * len(prompts)
+        stop_ids = tk.chat.find_stop_ids(tokenizer, template)
+        return prompts, shown, stop_ids
+    bos = [tokenizer.bos_id] if trained.adds_bos else []
+    # A prompt needs a token. An empty one becomes EOS, after which a new text starts.
+    prompts = [[*bos, *tokenizer.encode(text)] or [tokenizer.eos_id] for text in cfg.prompt]
     return prompts, cfg.prompt, [tokenizer.eos_id]
 
 
@@ -82,7 +90,7 @@ def write(cfg, trained, sampling):
     if streams:
         show(0, shown[0])
     # The model is passed as a plain module: in one process that is the faster way.
-    found = tk.generation.generate(
+    completions = tk.generation.generate(
         stages[0],
         prompts,
         max_new_tokens=cfg.tokens,
@@ -96,15 +104,22 @@ def write(cfg, trained, sampling):
         vocab_size=trained.tokenizer.vocab_size,
         stream=show if streams else None,
     )
-    texts = [before + each.text for before, each in zip(shown, found, strict=True)]
-    print("" if streams else "\n\n".join(map(tk.sinks.escape_control_characters, texts)))
+    # A streamed text is on the screen already; it only lacks the end of its line.
+    if streams:
+        print()
+        return
+    texts = [
+        tk.sinks.escape_control_characters(before + completion.text)
+        for before, completion in zip(shown, completions, strict=True)
+    ]
+    print("\n\n".join(texts))
 
 
 def main(argv=None):
-    """Read the configuration, look the model over, and write."""
+    """Read the configuration, open the model, and generate."""
     with tk.run.report_errors():
         cfg = tk.config.load_config(Config, argv)
-        # Made first: a flag out of its range is refused before a model is loaded.
+        # Made first: a flag out of its range is rejected before a model is loaded.
         sampling = tk.generation.Sampling(
             temperature=cfg.temperature,
             top_k=cfg.top_k,

@@ -40,7 +40,9 @@ class Config(tk.config.RunConfig):
     """The base of the rotary wavelengths: long contexts need long waves."""
     batch: tk.config.RowOptions = tk.config.RowOptions(row_length=4096, rows=2, microbatch=1)
     optim: tk.config.OptimizerOptions = tk.config.OptimizerOptions(
-        lr=2e-3, warmup=5, schedule_steps=30
+        lr=2e-3,
+        warmup=5,
+        schedule_steps=30,
     )
 
 
@@ -98,7 +100,9 @@ def build(cfg, ps, model):
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
     lr_at = tk.schedules.cosine(
-        cfg.optim.lr, warmup=cfg.optim.warmup, total=cfg.optim.schedule_steps
+        cfg.optim.lr,
+        warmup=cfg.optim.warmup,
+        total=cfg.optim.schedule_steps,
     )
 
     def train_step(state, batch):
@@ -140,7 +144,7 @@ def train(cfg, run, tokenizer, model):
     longest, tokens = corpus.lengths.max(), corpus.lengths.sum()
     run.log(f"{len(corpus.lengths)} documents of {tokens} tokens, the longest of {longest}")
     # A document that is longer than a row continues in another one. In a row, each document is
-    # cut into equal slices for the ring, which is why its length is rounded up: multiple-of.
+    # split into equal slices for the ring, so its length is rounded up: multiple-of.
     bins = tk.pack_bins(
         corpus.lengths,
         cfg.batch.row_length,
@@ -149,7 +153,7 @@ def train(cfg, run, tokenizer, model):
     )
     rows = tk.PackedCorpus(corpus, bins)
     rows_at = tk.sampling.shuffle_epochs(len(rows), rows_per_step=cfg.batch.rows, seed=cfg.seed)
-    # Labels are shifted before a row is cut, so that the last token of a slice knows the first one
+    # Labels are shifted before a row is split: that of the last token of a slice is the first token
     # of the next. A rank gets its slices, with the positions that they have in their documents.
     make_batch = functools.partial(
         tk.make_step_batch,
@@ -163,7 +167,9 @@ def train(cfg, run, tokenizer, model):
     stages, optimizer = build(cfg, ps, model)
     run.describe(stages, bins, rows_per_step=cfg.batch.rows, precision=cfg.precision)
     forward_backward = tk.make_forward_backward(
-        stages, tk.losses.next_token_linear, reduce=cfg.layout.reduce
+        stages,
+        tk.losses.next_token_linear,
+        reduce=cfg.layout.reduce,
     )
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
 
@@ -206,11 +212,17 @@ def main(argv=None):
     # Rotary embeddings turn a head's features with the position; the slowest must not come around
     # within a row, which a larger theta sees to.
     model = tk.models.make_decoder_config(
-        cfg.size, num_ids=tokenizer.vocab_size, rope_theta=cfg.rope_theta
+        cfg.size,
+        num_ids=tokenizer.vocab_size,
+        rope_theta=cfg.rope_theta,
     )
     tk.parallel.check_layout(cfg.layout, model, cfg.batch)
     with tk.open_run(
-        cfg.out, layout=cfg.layout, timeouts=cfg.timeouts, numerics=cfg.numerics, config=cfg
+        cfg.out,
+        layout=cfg.layout,
+        timeouts=cfg.timeouts,
+        numerics=cfg.numerics,
+        config=cfg,
     ) as run:
         return train(cfg, run, tokenizer, model)
 

@@ -46,7 +46,7 @@ class Config(tk.config.RunConfig):
     size: str = "tiny"
     """A named model size, where there is no init; see trainkit.models.list_decoder_sizes."""
     eval_every: int = tk.config.option(325, tk.config.non_negative, on_resume="allow")
-    """Evaluate on held-out documents every so many steps, and at the end; 0 for never."""
+    """Steps between evaluations on held-out documents, with one at the end; 0 for none."""
     prompt: str | None = tk.config.option(None, on_resume="allow")
     """What the model continues after an evaluation; by default the start of a held-out text."""
     sample: int = tk.config.option(120, tk.config.positive, on_resume="allow")
@@ -79,9 +79,9 @@ def build(cfg, ps, model, first):
     weights = tk.models.init_weights(model, seed=cfg.seed)
     if first.source and not first.resume_from:
         weights = tk.adapters.open_base_weights(first.source, axis=ps.world)
-    # Made without memory, cut into pipeline stages, transformed by the plan, and only then filled:
-    # no rank ever holds more than its part. With head="hidden" it ends in hidden states and the
-    # output matrix, so that the loss can make logits a few tokens at a time.
+    # Made without memory, split into pipeline stages, transformed by the plan, and only then
+    # filled: no rank ever holds more than its part. With head="hidden" it ends in hidden states and
+    # the output matrix, so that the loss can make logits a few tokens at a time.
     stages = tk.build_stages(
         functools.partial(tk.models.Decoder, model, head="hidden"),
         ps,
@@ -107,36 +107,40 @@ def build(cfg, ps, model, first):
 
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
-    # Warm up, hold, and fall in the last 40 % of the schedule. The rate is a function of the step
-    # and not of --steps, so that a run can be made longer.
+    # The rate warms up, holds, and decays over the last 40 % of --schedule-steps. It does not
+    # depend on --steps, so that a run can be made longer.
     lr_at = tk.schedules.warmup_stable_decay(
-        cfg.optim.lr, warmup=cfg.optim.warmup, total=cfg.optim.schedule_steps, decay=0.4
+        cfg.optim.lr,
+        warmup=cfg.optim.warmup,
+        total=cfg.optim.schedule_steps,
+        decay=0.4,
     )
 
     def train_step(state, batch):
-        # One denominator for the whole global batch, known before the first forward pass: losses
-        # are sums, so that microbatches and ranks add up to the mean over all tokens.
+        # The number of labels in the global batch, known before the first forward pass. It is the
+        # only denominator: losses are sums, so that microbatches and ranks add up to the mean.
         tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
-        # In fp16 small gradients would become 0, so the loss is scaled up; None in fp32 and bf16.
+        # In fp16 small gradients would underflow to 0, so the loss is multiplied by a scale.
         scale = tk.health.get_loss_scale(state.health, cfg.precision)
-        # All microbatches go forward and back; with --pp, through all stages of the pipeline.
+        # Forward and backward of all microbatches; with --pp, through all stages of the pipeline.
         sums = forward_backward(
             batch.microbatches, denominator=tk.batch.scale_denominator(tokens, scale)
         )
-        # FSDP has summed gradients over its ranks; sequence-parallel ranks outside of it remain.
+        # FSDP has summed gradients over its ranks. Ranks that share a sequence but are not in
+        # FSDP's group are summed here.
         tk.sync_sp_grads(stages, ps.sp_unfolded)
-        # What the loss reports, summed over ranks and divided: the same numbers on all of them.
+        # The sums of the loss, all-reduced and divided by the tokens: equal on all ranks.
         terms = tk.losses.average_terms(tk.reduce_metrics(sums, ps.loss), tokens)
-        # A step whose loss or gradient is not finite changes nothing. This is decided on the
-        # device, so that the host need not wait for it.
+        # A step whose loss or gradient is not finite leaves weights and optimizer as they are. The
+        # device decides, so that the host does not wait for it.
         should_apply = tk.health.make_finite_check(
             terms["loss"], state.health, cfg.policy, tokens=tokens
         )
-        # The phase follows the number of the global batch, not the step: after a roll-back, steps
-        # are counted again and batches are not.
+        # The phase depends on the number of the global batch, not on the step: after a roll-back
+        # the step is an earlier one, and the batches go on.
         is_annealing = 0 < cfg.anneal_step <= state.cursor.batch
         lr = lr_at(state.step) * (cfg.anneal_lr if is_annealing else 1.0)
-        # Scales the gradient of the whole model down to max_norm, steps, and clears the gradients.
+        # Clips the gradient norm of the whole model, takes the step, and clears the gradients.
         update = tk.clip_and_step(
             stages,
             optimizer,
@@ -156,10 +160,10 @@ def train(cfg, run, tokenizer, model, first):
     """Resume from the last checkpoint, or start, and train until `steps` or until a stop."""
     ps = run.ps  # the axes of the layout, as this rank sees them
 
-    # Data. One document in forty is never trained on. The others are packed into rows of equal
-    # length, several to a row; attention does not cross from one document into the next.
-    # A corpus that was renamed is called as before by a run that is continued: its rows come in an
-    # order that follows from its name.
+    # Data. One document in forty is held out. The documents of both parts are packed into rows of
+    # equal length, several to a row; attention does not cross from one document into the next.
+    # The order of rows depends on the name of a corpus. If a file was renamed since, a resumed run
+    # keeps the name that it recorded.
     corpora = tk.corpora.open_corpora(
         cfg.data,
         tokenizer=tokenizer,
@@ -178,7 +182,7 @@ def train(cfg, run, tokenizer, model, first):
         axis=ps.world,
         log=run.log,
     )
-    # How often each corpus is drawn: from the start, and from the annealing step on. Rows hold
+    # The proportions of the corpora, from the start and from the annealing step on. A row has
     # documents of one corpus, so proportions of rows are proportions of tokens.
     phases = tk.sampling.anneal_phases(
         rows.num_rows,
@@ -187,10 +191,13 @@ def train(cfg, run, tokenizer, model, first):
         anneal_weights=cfg.anneal_weights,
         anneal_lr=cfg.anneal_lr,
     )
-    # Which rows make up batch n is a function of the seed and n: there is no loader to save, and
-    # every rank knows the whole batch and takes its share of it.
+    # Which rows make up batch n is a function of the seed and n, so that there is no loader state
+    # to save. Every rank knows all rows of a batch, and reads its shard of them.
     rows_at = tk.sampling.sample_mixture(
-        rows.num_rows, phases, rows_per_step=cfg.batch.rows, seed=cfg.seed
+        rows.num_rows,
+        phases,
+        rows_per_step=cfg.batch.rows,
+        seed=cfg.seed,
     )
     make_batch = functools.partial(
         tk.make_step_batch,
@@ -210,11 +217,14 @@ def train(cfg, run, tokenizer, model, first):
     forward_backward = tk.make_forward_backward(stages, loss, reduce=cfg.layout.reduce)
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
     evaluate = tk.evaluation.make_evaluator(
-        stages, held_out, loss, rows_per_batch=cfg.batch.microbatch
+        stages,
+        held_out,
+        loss,
+        rows_per_batch=cfg.batch.microbatch,
     )
 
-    # Loads the newest checkpoint that verifies, if there is one. All that is given here is saved
-    # with each checkpoint, and a run is only continued with what it began with.
+    # Loads the newest checkpoint whose hashes match, if there is one. What is given here is stored
+    # with each checkpoint, and a run that resumes with another value is rejected.
     state = run.resume(
         stages,
         optimizer,
@@ -226,7 +236,7 @@ def train(cfg, run, tokenizer, model, first):
         corpora=corpora,
         first=first,
         context=cfg.batch.row_length,
-        # Phases that have started are facts of the run; later ones may still change.
+        # Phases that have started must stay as they were; later ones may still change.
         facts=tk.sampling.add_phase_facts({}, phases),
     )
     if cfg.init and state.step == 0:
@@ -236,13 +246,13 @@ def train(cfg, run, tokenizer, model, first):
     with (
         # A thread makes the next batches while this one is computed.
         tk.data.prefetch_batches(make_batch, state.cursor, device=ps.device) as next_batch,
-        # Writes metrics, saves in the background, and watches the numbers.
+        # Writes metrics, saves in the background, and acts on steps that are not finite.
         run.loop(
             state,
             stages,
             optimizer,
             steps=cfg.steps,
-            replay=forward_backward,  # to find where a bad step first went wrong
+            replay=forward_backward,  # runs a bad step again, to name its rank and parameter
             checkpoints=cfg.checkpoints,
             logging=cfg.logging,
             policy=cfg.policy,
@@ -251,17 +261,17 @@ def train(cfg, run, tokenizer, model, first):
         for name, report in reports.items():
             loop.event("packing", step=state.step, facts={"corpus": name, **report})
         while state.step < cfg.steps and not stop:
-            # One step: take a batch, train on it, and look at the numbers.
+            # One step: take a batch, train on it, record its metrics.
             batch = next_batch(state.cursor)
             state, metrics = train_step(state, batch)
-            state = loop.record(state, metrics, batch)  # an earlier state, if the run went back
+            state = loop.record(state, metrics, batch)  # an earlier state after a roll-back
             if len(held_out) and loop.is_due(state, cfg.eval_every):
                 state = loop.evaluate(state, evaluate)
                 run.log(sample(cfg, stages, tokenizer, held_out))
             # Saves if a save is due. Returns why to stop ("SIGTERM" after a signal), or None.
             stop = loop.checkpoint(state)
-    # Writes final.json and draws the loss; returns the exit code. After a stop it does neither, and
-    # the same command continues the run.
+    # Writes final.json, plots the loss, and returns the exit code. After a stop it does neither;
+    # the same command resumes the run.
     return run.finish(state, stages, optimizer, stop=stop)
 
 
@@ -302,7 +312,11 @@ def main(argv=None):
     )
     # Opens the process groups, locks the run directory, and handles signals and lost ranks.
     with tk.open_run(
-        cfg.out, layout=cfg.layout, timeouts=cfg.timeouts, numerics=cfg.numerics, config=cfg
+        cfg.out,
+        layout=cfg.layout,
+        timeouts=cfg.timeouts,
+        numerics=cfg.numerics,
+        config=cfg,
     ) as run:
         return train(cfg, run, tokenizer, model, first)
 

@@ -51,7 +51,7 @@ class Config(tk.config.RunConfig):
     loss_weight: float = tk.config.option(0.01, tk.config.non_negative, on_resume="allow")
     """The weight of the auxiliary loss, a mean over the layers; 0.01 to 0.1 balances."""
     eval_every: int = tk.config.option(200, tk.config.non_negative, on_resume="allow")
-    """Evaluate on held-out documents every so many steps, and at the end; 0 for never."""
+    """Steps between evaluations on held-out documents, with one at the end; 0 for none."""
     prompt: str = tk.config.option("def ", on_resume="allow")
     """What the model continues when it is evaluated."""
     sample: int = tk.config.option(120, tk.config.positive, on_resume="allow")
@@ -62,6 +62,7 @@ class Config(tk.config.RunConfig):
 
 def choose_model(cfg, tokenizer):
     """Return the configuration of init, or of a size with experts in all layers but the first."""
+    # A mixture that has been trained: its experts, and how they are balanced, come with it.
     if cfg.init:
         return tk.hub.read_init_config(
             cfg.init,
@@ -78,7 +79,7 @@ def choose_model(cfg, tokenizer):
         width=width,
         shared=width,  # an expert that every token goes to
         first=1,  # the first layer stays dense, as in DeepSeek's models
-        scores="sigmoid",
+        scores="sigmoid",  # to which a bias may be added, as in DeepSeek-V3
         biased=cfg.balance == "bias",
     )
     return attrs.evolve(dense, experts=experts)
@@ -125,12 +126,18 @@ def build(cfg, ps, model, first):
 def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
     lr_at = tk.schedules.warmup_stable_decay(
-        cfg.optim.lr, warmup=cfg.optim.warmup, total=cfg.optim.schedule_steps, decay=0.4
+        cfg.optim.lr,
+        warmup=cfg.optim.warmup,
+        total=cfg.optim.schedule_steps,
+        decay=0.4,
     )
     # The biases have a rate of their own. It falls as the learning rate does, so that the choice
     # of experts comes to rest; it needs no warm-up.
     bias_rate_at = tk.schedules.warmup_stable_decay(
-        cfg.bias_rate, warmup=0, total=cfg.optim.schedule_steps, decay=0.4
+        cfg.bias_rate,
+        warmup=0,
+        total=cfg.optim.schedule_steps,
+        decay=0.4,
     )
 
     def train_step(state, batch):
@@ -159,9 +166,16 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
         # After the step: an expert with less than its share of the tokens gets a larger bias, one
         # with more a smaller. No gradient is involved. Without biases nothing moves.
         biases = tk.models.update_routers_(
-            stages, terms["load"], rate=bias_rate_at(state.step), applied=update.applied
+            stages,
+            terms["load"],
+            rate=bias_rate_at(state.step),
+            applied=update.applied,
         )
-        load = tk.metrics.make_expert_load_metrics(terms["load"], biases=tk.all_sum(biases, ps.pp))
+        # How evenly the experts are used. With --pp a rank has the biases of its stages alone.
+        load = tk.metrics.make_expert_load_metrics(
+            terms["load"],
+            biases=tk.all_sum(biases, ps.pp),
+        )
         metrics = {**terms, **load, **update.metrics, "lr": lr, "tokens": tokens}
         return tk.advance(state, batch, metrics, axis=ps.loss)
 
@@ -173,7 +187,10 @@ def train(cfg, run, tokenizer, model, first):
     ps = run.ps
     # The data of pretrain.py, and the same documents held out.
     corpora = tk.corpora.open_corpora(
-        (cfg.data,) if cfg.data else (), tokenizer=tokenizer, init=cfg.init, log=run.log
+        (cfg.data,) if cfg.data else (),
+        tokenizer=tokenizer,
+        init=cfg.init,
+        log=run.log,
     )
     rows, held_out, _ = tk.corpora.pack_corpora(
         corpora,
@@ -207,7 +224,10 @@ def train(cfg, run, tokenizer, model, first):
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
     # Held-out text is evaluated by the loss of its tokens alone, to compare with dense models.
     evaluate = tk.evaluation.make_evaluator(
-        stages, held_out, tk.losses.next_token_linear, rows_per_batch=cfg.batch.microbatch
+        stages,
+        held_out,
+        tk.losses.next_token_linear,
+        rows_per_batch=cfg.batch.microbatch,
     )
 
     state = run.resume(
@@ -270,7 +290,11 @@ def main(argv=None):
     model = choose_model(cfg, tokenizer)
     tk.parallel.check_layout(cfg.layout, model, cfg.batch)
     with tk.open_run(
-        cfg.out, layout=cfg.layout, timeouts=cfg.timeouts, numerics=cfg.numerics, config=cfg
+        cfg.out,
+        layout=cfg.layout,
+        timeouts=cfg.timeouts,
+        numerics=cfg.numerics,
+        config=cfg,
     ) as run:
         return train(cfg, run, tokenizer, model, first)
 

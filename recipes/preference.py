@@ -39,10 +39,12 @@ class Config(tk.config.RunConfig):
     beta: float | None = tk.config.option(None, attrs.validators.optional(tk.config.positive))
     """The factor of the log-ratios (ORPO: of the odds ratio); by default 0.1, for SimPO 2."""
     eval_every: int = tk.config.option(60, tk.config.non_negative, on_resume="allow")
-    """Evaluate on held-out pairs before, every so many steps, and at the end; 0: never."""
+    """Steps between evaluations on held-out pairs, with one at both ends; 0 for none."""
     batch: tk.config.RowOptions = tk.config.RowOptions(row_length=512, rows=4, microbatch=2)
     optim: tk.config.OptimizerOptions = tk.config.OptimizerOptions(
-        lr=1e-4, warmup=10, schedule_steps=60
+        lr=1e-4,
+        warmup=10,
+        schedule_steps=60,
     )
 
 
@@ -119,6 +121,7 @@ def add_references(cfg, run, stages, rows, held_out):
         if len(held_out):
             other_held_out = add(tk.corpora.pack_mismatched_answers(held_out), "held_others.tokens")
     if cfg.loss in ("dpo", "ipo", "kto"):
+        # The file has every document of the corpus, the held-out ones as well.
         rows = add(rows, "reference.tokens")
         held_out = attrs.evolve(held_out, corpus=rows.corpus)
     return rows, held_out, others, other_held_out
@@ -141,7 +144,9 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
     # Warm up, and fall along a cosine to 0.
     lr_at = tk.schedules.cosine(
-        cfg.optim.lr, warmup=cfg.optim.warmup, total=cfg.optim.schedule_steps
+        cfg.optim.lr,
+        warmup=cfg.optim.warmup,
+        total=cfg.optim.schedule_steps,
     )
     in_pairs = cfg.loss != "kto"  # which counts answers
 
@@ -191,15 +196,18 @@ def make_evaluator(cfg, ps, stages, held_out, others):
     # Evaluations read rows afresh each time, in their order.
     def read(rows):
         return tk.make_eval_batches(
-            rows, rows_per_batch=cfg.batch.microbatch, data_shard=ps.data_shard, device=ps.device
+            rows,
+            rows_per_batch=cfg.batch.microbatch,
+            data_shard=ps.data_shard,
+            device=ps.device,
         )
 
     def evaluate():
         batches = read(held_out)
         if others is not None:
             batches = add_kl(batches, measure_kl(ps, stages, read(others)))
-        found = tk.to_host(tk.evaluate(stages, batches, loss))
-        return {"loss": found.pop("preference"), **count, **found}
+        terms = tk.to_host(tk.evaluate(stages, batches, loss))
+        return {"loss": terms.pop("preference"), **count, **terms}
 
     return evaluate
 
@@ -210,10 +218,16 @@ def train(cfg, run, tokenizer, base, first):
     # Document 2i is the chosen answer of pair i, 2i + 1 the rejected one. Both halves of a pair
     # are in the same row, so that a loss finds them in one microbatch.
     corpus = tk.corpora.open_preferences(
-        cfg.data, tokenizer=tokenizer, template=cfg.template, log=run.log
+        cfg.data,
+        tokenizer=tokenizer,
+        template=cfg.template,
+        log=run.log,
     )
     pairs, held_out = tk.corpora.split_pairs(
-        corpus, cfg.batch.row_length, multiple_of=cfg.batch.multiple_of, log=run.log
+        corpus,
+        cfg.batch.row_length,
+        multiple_of=cfg.batch.multiple_of,
+        log=run.log,
     )
     # The model, and the log-probabilities of its initial weights.
     stages, optimizer = build(cfg, ps, base)
@@ -232,7 +246,9 @@ def train(cfg, run, tokenizer, base, first):
     # KTO reads as many mismatched answers in a step as answers.
     if others is not None:
         other_rows_at = tk.sampling.shuffle_epochs(
-            len(others), rows_per_step=cfg.batch.rows, seed=cfg.seed
+            len(others),
+            rows_per_step=cfg.batch.rows,
+            seed=cfg.seed,
         )
 
     def prepare(batch):
@@ -242,7 +258,7 @@ def train(cfg, run, tokenizer, base, first):
         mismatched = tk.make_step_batch(
             others,
             other_rows_at,
-            attrs.evolve(batch.cursor, batch=batch.cursor.batch - 1),  # where this batch began
+            attrs.evolve(batch.cursor, batch=batch.cursor.batch - 1),  # where this batch started
             rows_per_microbatch=cfg.batch.microbatch,
             data_shard=ps.data_shard,
             device=ps.device,
@@ -251,7 +267,9 @@ def train(cfg, run, tokenizer, base, first):
         return attrs.evolve(batch, microbatches=[*add_kl(batch.microbatches, kl)])
 
     forward_backward = tk.make_forward_backward(
-        stages, make_loss(cfg, ps), reduce=cfg.layout.reduce
+        stages,
+        make_loss(cfg, ps),
+        reduce=cfg.layout.reduce,
     )
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
     evaluate = make_evaluator(cfg, ps, stages, held_out, other_held_out)
@@ -321,13 +339,20 @@ def main(argv=None):
         init=first.source,
         tokenizer=base.name,
         template=tk.chat.choose_template_name(
-            cfg.template, base.tokenizer, own=base.template, where=str(base.path)
+            cfg.template,
+            base.tokenizer,
+            own=base.template,
+            where=str(base.path),
         ),
         precision=tk.parallel.resolve_precision(cfg.precision),
     )
     tk.parallel.check_layout(cfg.layout, base.config, cfg.batch)
     with tk.open_run(
-        cfg.out, layout=cfg.layout, timeouts=cfg.timeouts, numerics=cfg.numerics, config=cfg
+        cfg.out,
+        layout=cfg.layout,
+        timeouts=cfg.timeouts,
+        numerics=cfg.numerics,
+        config=cfg,
     ) as run:
         return train(cfg, run, base.tokenizer, base, first)
 

@@ -42,7 +42,7 @@ class Config(tk.config.RunConfig):
     size: str = "tiny"
     """A named model size, where there is no init; see trainkit.models.list_decoder_sizes."""
     eval_every: int = tk.config.option(325, tk.config.non_negative, on_resume="allow")
-    """Evaluate on held-out documents every so many steps, and at the end; 0 for never."""
+    """Steps between evaluations on held-out documents, with one at the end; 0 for none."""
     prompt: str | None = tk.config.option(None, on_resume="allow")
     """What the model continues after an evaluation; by default the start of a held-out text."""
     sample: int = tk.config.option(120, tk.config.positive, on_resume="allow")
@@ -82,9 +82,9 @@ def build(cfg, ps, model, first):
     weights = tk.models.init_weights(model, seed=cfg.seed)
     if first.source and not first.resume_from:
         weights = tk.adapters.open_base_weights(first.source, axis=ps.world)
-    # Made without memory, cut into pipeline stages, transformed by the plan, and only then filled:
-    # no rank ever holds more than its part. With head="hidden" it ends in hidden states and the
-    # output matrix, so that the loss can make logits a few tokens at a time.
+    # Made without memory, split into pipeline stages, transformed by the plan, and only then
+    # filled: no rank ever holds more than its part. With head="hidden" it ends in hidden states and
+    # the output matrix, so that the loss can make logits a few tokens at a time.
     stages = tk.build_stages(
         functools.partial(tk.models.Decoder, model, head="hidden"),
         ps,
@@ -113,7 +113,10 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     # The rate warms up, holds, and decays over the last 40 % of --schedule-steps. It does not
     # depend on --steps, which only says where to stop: past the schedule the last rate holds.
     lr_at = tk.schedules.warmup_stable_decay(
-        cfg.optim.lr, warmup=cfg.optim.warmup, total=cfg.optim.schedule_steps, decay=0.4
+        cfg.optim.lr,
+        warmup=cfg.optim.warmup,
+        total=cfg.optim.schedule_steps,
+        decay=0.4,
     )
 
     def train_step(state, batch):
@@ -207,11 +210,14 @@ def train(cfg, run, tokenizer, model, first):
     forward_backward = tk.make_forward_backward(stages, loss, reduce=cfg.layout.reduce)
     train_step = make_train_step(cfg, ps, stages, optimizer, forward_backward)
     evaluate = tk.evaluation.make_evaluator(
-        stages, held_out, loss, rows_per_batch=cfg.batch.microbatch
+        stages,
+        held_out,
+        loss,
+        rows_per_batch=cfg.batch.microbatch,
     )
 
     # Loads the newest checkpoint whose hashes match, if there is one. What is given here is stored
-    # with each checkpoint: a run that resumes with another value is refused, unless the field of
+    # with each checkpoint: a run that resumes with another value is rejected, unless the field of
     # Config allows it (`on_resume`).
     state = run.resume(
         stages,
@@ -302,7 +308,11 @@ def main(argv=None):
     )
     # Opens the process groups, locks the run directory, and handles signals and lost ranks.
     with tk.open_run(
-        cfg.out, layout=cfg.layout, timeouts=cfg.timeouts, numerics=cfg.numerics, config=cfg
+        cfg.out,
+        layout=cfg.layout,
+        timeouts=cfg.timeouts,
+        numerics=cfg.numerics,
+        config=cfg,
     ) as run:
         return train(cfg, run, tokenizer, model, first)
 

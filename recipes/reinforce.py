@@ -32,7 +32,7 @@ class RolloutOptions:
     updates: int = attrs.field(default=2, validator=tk.config.positive)
     """Steps per rollout, each on a part of it; the last part is this many steps old."""
     max_new_tokens: int = attrs.field(default=4, validator=tk.config.positive)
-    """The longest answer; one that is cut off has no reward."""
+    """Tokens of the longest answer; a truncated one has a reward of 0."""
     clip: float = attrs.field(default=0.2, validator=tk.config.fraction)
     """PPO's clip range: the relative change of a token's probability that still adds gradient."""
     sampled: Path | None = tk.config.option(None, on_resume="allow")
@@ -56,9 +56,12 @@ class Config(tk.config.RunConfig):
     size: str = "tiny"
     """A named model size, of new weights; see trainkit.models.list_decoder_sizes."""
     eval_every: int = tk.config.option(40, tk.config.positive, on_resume="allow")
-    """Evaluate on held-out problems after the supervised steps, every so many, and at the end."""
+    """Steps between evaluations on held-out problems, from the end of the supervised steps on."""
     batch: tk.config.RowOptions = tk.config.RowOptions(
-        row_length=64, rows=8, microbatch=32, multiple_of=4
+        row_length=64,
+        rows=8,
+        microbatch=32,
+        multiple_of=4,
     )
     optim: tk.config.OptimizerOptions = tk.config.OptimizerOptions(lr=2e-3, schedule_steps=200)
     rollout: RolloutOptions = RolloutOptions()
@@ -66,7 +69,8 @@ class Config(tk.config.RunConfig):
 
 def check(prompt, answer):
     """Return the reward of an answer: 1 if it is the sum, units first, else 0."""
-    return float(answer == str(sum(map(int, prompt.rstrip("=").split("+"))))[::-1])
+    addends = map(int, prompt.rstrip("=").split("+"))
+    return float(answer == str(sum(addends))[::-1])
 
 
 def make_problems(cfg):
@@ -80,8 +84,14 @@ def make_problems(cfg):
         return f"{a:02}+{b}=", str(a + b)[::-1], str(forgetful)[::-1]
 
     problems = [make_problem(a, b) for a in range(100) for b in range(5, 10)]
-    shuffle = tk.sampling.shuffle_epochs(len(problems), rows_per_step=len(problems), seed=cfg.seed)
+    # One step of all rows is a permutation of them, the same on every rank.
+    shuffle = tk.sampling.shuffle_epochs(
+        len(problems),
+        rows_per_step=len(problems),
+        seed=cfg.seed,
+    )
     problems = [problems[row] for row in shuffle(0)]
+    # The first 100 problems are held out; examples are of the next 300.
     examples = [
         (problem, answer)
         for problem, right, forgetful in problems[100:400]
@@ -133,11 +143,14 @@ def make_forward_backward(cfg, stages):
     # likelier, or less likely, than it was when it was sampled. Answers of another sampler have
     # importance weights, the trainer's probability over the sampler's, of at most 2.
     clip = tk.objectives.ppo_clip(cfg.rollout.clip, cfg.rollout.clip)
-    sampler = tk.objectives.PolicyOptions(most_importance=2.0 if cfg.rollout.sampled else None)
+    importance = 2.0 if cfg.rollout.sampled else None
+    sampler = tk.objectives.PolicyOptions(most_importance=importance)
     policy = tk.objectives.policy_gradient(clip, added=sampler)
     reinforce = tk.make_forward_backward(stages, policy, reduce=cfg.layout.reduce)
     imitate = tk.make_forward_backward(
-        stages, tk.losses.next_token_linear, reduce=cfg.layout.reduce
+        stages,
+        tk.losses.next_token_linear,
+        reduce=cfg.layout.reduce,
     )
 
     def forward_backward(microbatches, *, denominator):
@@ -151,7 +164,10 @@ def make_train_step(cfg, ps, stages, optimizer, forward_backward):
     """Return train_step(state, batch) -> (state, metrics): all of one step, in order."""
     # Warm up, and fall along a cosine to a tenth, which stays.
     lr_at = tk.schedules.cosine(
-        cfg.optim.lr, warmup=cfg.optim.warmup, total=cfg.optim.schedule_steps, final=0.1
+        cfg.optim.lr,
+        warmup=cfg.optim.warmup,
+        total=cfg.optim.schedule_steps,
+        final=0.1,
     )
 
     def train_step(state, batch):
@@ -195,12 +211,14 @@ def make_sampler(cfg, ps, model, sample_answers, tokenizer, problems):
             axis=ps.world,
         )
     rows_at = tk.sampling.shuffle_epochs(
-        len(problems), rows_per_step=cfg.rollout.prompts, seed=cfg.seed
+        len(problems),
+        rows_per_step=cfg.rollout.prompts,
+        seed=cfg.seed,
     )
 
     def sample(number):
-        # The noise of an answer is a function of the seed and its number: a run that is continued
-        # samples what it would have sampled, in any layout.
+        # The noise of an answer is a function of the seed and its index: a resumed run samples
+        # what it would have sampled, in any layout.
         return sample_answers(
             [problems[row][0] for row in rows_at(number)],
             answers_per_prompt=cfg.rollout.answers,
@@ -233,16 +251,18 @@ def make_rollouts(cfg, ps, stages, sample, make_batch):
         for part in parts:
             rows = np.arange(len(part))
             batch = make_batch(part, lambda _, rows=rows: rows, cursor)
-            # The log-probabilities of the tokens under the weights that sampled them, before the
+            # The log-probabilities of the tokens by the weights that sampled them, before the
             # first update changes these: PPO compares with them.
             microbatches = tk.generation.add_old_logprobs(stages, batch.microbatches)
             batches.append(attrs.evolve(batch, microbatches=microbatches))
             cursor = batch.cursor
         report = checked.report(answers)
         if cfg.rollout.sampled:
-            # Refuses answers of a sampler that has other weights than the trainer.
-            every = [microbatch for batch in batches for microbatch in batch.microbatches]
-            report["apart"] = tk.generation.check_logprobs(every, axis=ps.world)
+            # Rejects answers of a sampler that has other weights than the trainer.
+            report["apart"] = tk.generation.check_logprobs(
+                [microbatch for batch in batches for microbatch in batch.microbatches],
+                axis=ps.world,
+            )
         return batches, report
 
     return roll_out
@@ -251,11 +271,18 @@ def make_rollouts(cfg, ps, stages, sample, make_batch):
 def make_evaluator(cfg, ps, stages, sample_answers, held_out, rows):
     """Return evaluate(): the share of right greedy answers, and the loss of right answers."""
     evaluate_loss = tk.evaluation.make_evaluator(
-        stages, rows, tk.losses.next_token_linear, rows_per_batch=cfg.batch.microbatch
+        stages,
+        rows,
+        tk.losses.next_token_linear,
+        rows_per_batch=cfg.batch.microbatch,
     )
 
     def evaluate():
-        answers = sample_answers([problem for problem, _ in held_out], temperature=0.0)
+        # The most likely answers, so that an evaluation does not depend on noise.
+        answers = sample_answers(
+            [problem for problem, _ in held_out],
+            temperature=0.0,
+        )
         checked = tk.generation.compute_rewards(check, answers, axis=ps.world)
         success = sum(checked.rewards) / len(held_out)
         # The lower the score, the better the checkpoint.
@@ -333,6 +360,8 @@ def train(cfg, run, tokenizer, model, first, context):
             if state.step < cfg.supervised:
                 batches = [make_batch(rows, rows_at, state.cursor)]
             else:
+                # By the cursor, since a roll-back decreases the step. Rounded up: a rollout that
+                # a roll-back interrupted is not sampled again.
                 number = -((cfg.supervised - state.cursor.batch) // cfg.rollout.updates)
                 batches, report = roll_out(number, state.cursor)
                 loop.event("rollout", step=state.step, facts={"rollout": number, **report})
@@ -343,7 +372,9 @@ def train(cfg, run, tokenizer, model, first, context):
                 if state.step <= before:
                     break  # rolled back: the rest was sampled by weights that are gone
             if state.step >= cfg.supervised and loop.is_due(
-                state, cfg.eval_every, since=cfg.supervised
+                state,
+                cfg.eval_every,
+                since=cfg.supervised,
             ):
                 state = loop.evaluate(state, evaluate)
             stop = loop.checkpoint(state)
@@ -353,7 +384,7 @@ def train(cfg, run, tokenizer, model, first, context):
 
 
 def open_base(cfg):
-    """Return the weights to begin with, the tokenizer, its name, the model and its context."""
+    """Return the weights to start with, the tokenizer, its name, the model and its context."""
     first = tk.checkpoint.find_initial_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
     if first.path:
         base = tk.hub.open_model(first.path, tokenizer=cfg.tokenizer, context=cfg.batch.row_length)
@@ -384,7 +415,11 @@ def main(argv=None):
         )
     tk.parallel.check_layout(cfg.layout, model, cfg.batch)
     with tk.open_run(
-        cfg.out, layout=cfg.layout, timeouts=cfg.timeouts, numerics=cfg.numerics, config=cfg
+        cfg.out,
+        layout=cfg.layout,
+        timeouts=cfg.timeouts,
+        numerics=cfg.numerics,
+        config=cfg,
     ) as run:
         return train(cfg, run, tokenizer, model, first, context)
 

@@ -70,10 +70,12 @@ class _Parser(argparse.ArgumentParser):
     """A parser that raises ConfigError in place of exiting."""
 
     def error(self, message: str) -> NoReturn:
+        # argparse would print and exit with 2, which is none of the documented codes.
         raise ConfigError(f"{self.prog}: {message}", hint=self.format_usage().strip())
 
 
 def _make_parser() -> argparse.ArgumentParser:
+    # The descriptions are docstrings, whose lines must not be filled anew.
     form = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog="python -m trainkit", description=__doc__, formatter_class=form)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -94,6 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else argv
     open_standard_streams()
+    # Before the words are parsed, because a parsing error is reported in the same form.
     is_for_people = sys.stdout.isatty() and "--json" not in words
     if not words:
         _make_parser().print_help()
@@ -102,12 +105,14 @@ def main(argv: list[str] | None = None) -> int:
         check_argv(words)
         options = _make_parser().parse_args(words)
         report, code = COMMANDS[options.command].run(options)
+    # A TrainkitError is a ValueError; any other exception is a bug and keeps its traceback.
     except (ValueError, OSError, KeyboardInterrupt) as error:
         stopped = isinstance(error, KeyboardInterrupt)
         what = getattr(error, "what", str(error)) or (
             "interrupted" if stopped else type(error).__name__
         )
         hint = getattr(error, "hint", None)
+        # JSON may go to a file while a person at the terminal waits for it.
         if is_for_people or (sys.stderr.isatty() and not sys.stdout.isatty()):
             sys.stderr.write(f"error: {what}\n" + (f"hint: {hint}\n" if hint else ""))
         report = {"error": what} | ({"hint": hint} if hint else {})

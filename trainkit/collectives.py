@@ -601,8 +601,10 @@ class _ExchangeRows(torch.autograd.Function):
             exchange = torch.ops._c10d_functional  # noqa: SLF001 (no public way)
             pending = exchange.all_to_all_single(rows, received, sent, axis.group.group_name)
             rows = exchange.wait_tensor(pending)
-        padding = length - len(rows)
-        return torch.cat([rows, rows.new_zeros((padding, *rows.shape[1:]))]) if padding else rows
+        if len(rows) == length:
+            return rows
+        padding = rows.new_zeros((length - len(rows), *rows.shape[1:]))
+        return torch.cat([rows, padding])
 
     @staticmethod
     def backward(  # pyrefly: ignore[bad-override]

@@ -81,6 +81,7 @@ def _list_params(
 ) -> tuple[list[nn.Parameter], Axis]:
     """Return each parameter once, and the pipeline axis: that of a `Stages`, else `axis`."""
     if not isinstance(params, Stages | nn.Module):
+        # Each once, and in the caller's order, by which the all-reduces of ranks match.
         listed = list(dict.fromkeys(params))
         if listed and isinstance(listed[0], nn.Module):
             raise ValueError(
@@ -245,6 +246,8 @@ def _compute_norms(
         totals = [_zeros(len(parts), copies[:1])]
     norms = totals[0]
     if len(totals) > 1:
+        # Each total is the norm of other parameters, so the norm of the totals is that of all:
+        # [shardings, parts] -> [parts].
         dtype = max((total.dtype for total in totals), key=lambda dtype: dtype.itemsize)
         stacked = torch.stack([total.to(dtype) for total in totals])
         norms = torch.linalg.vector_norm(stacked, norm_type, dim=0)
@@ -253,7 +256,8 @@ def _compute_norms(
     _refuse_sharded_axis(axis, {sharding[0] for sharding in by_sharding if sharding is not None})
     # In fp64, as stages may differ in dtype, and a stage may have no trainable parameter.
     device = norms.device if by_sharding or copies else get_compute_device(axis)
-    return _reduce_norms(norms.double().to(device), [axis.group], norm_type).to(norms.dtype)
+    total = _reduce_norms(norms.double().to(device), [axis.group], norm_type)
+    return total.to(norms.dtype)
 
 
 def _refuse_sharded_axis(axis: Axis, meshes: Iterable[Any]) -> None:
@@ -291,6 +295,7 @@ def _compute_sharded_norms(
         if local:
             norms.append(torch.linalg.vector_norm(torch.stack(local), norm_type, keepdim=True))
         else:
+            # Not left out: all ranks of the mesh all-reduce a tensor of one size.
             norms.append(_zeros(1, params))
     stacked = norms[0] if len(norms) == 1 else torch.cat(norms)
     groups = [] if sharding is None else [sharding[0].get_group(dim) for dim in sharding[1]]
@@ -307,6 +312,7 @@ def _reduce_norms(norms: Tensor, groups: Sequence[Any], norm_type: float) -> Ten
         for group in groups:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         return largest[0].masked_fill(largest[1] > 0, math.nan)
+    # Powers other than squares soon leave the range of fp32.
     powers = norms.square() if norm_type == 2 else norms.double() ** norm_type
     for group in groups:
         dist.all_reduce(powers, group=group)
@@ -387,6 +393,7 @@ def _clip_grads_(
     parts = _split_by_max_norm(params, max_norm, groups)
     norms = _compute_norms([members for members, _ in parts], axis, norm_type, groups=groups)
     norms = norms if scale is None else norms / scale
+    # The p-norm of the parts' norms is the norm of all gradients.
     norm = norms.view(()) if len(parts) == 1 else torch.linalg.vector_norm(norms, norm_type)
     # On a CPU the norm can be read for free; elsewhere everything below stays on the device, and
     # the factor of a refused step is 1.
@@ -395,6 +402,7 @@ def _clip_grads_(
     if is_on_host and is_nonfinite:
         return norm, is_nonfinite
     for index, (members, limit) in enumerate(parts):
+        # With a scale gradients are divided even if nothing clips.
         if scale is None and (limit is None or not math.isfinite(limit)):
             continue
         part_norm = norm if len(parts) == 1 else norms[index]
@@ -421,6 +429,7 @@ def _clip_factor(
     if limit is not None and math.isfinite(limit):
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     factor = factor if scale is None else factor / scale
+    # The factor of a norm that is NaN would make all gradients NaN.
     return torch.where(refused, 1.0, factor)
 
 
@@ -436,6 +445,7 @@ def _split_by_max_norm(
             )
     if not limited:
         return [(list(params), max_norm)]
+    # An ordered set: the order of parameters is the order in which norms are summed.
     remaining = dict.fromkeys(params)
     # A group may have parameters that are not in `params`, of another model for instance.
     separate = [
@@ -510,6 +520,7 @@ def clip_and_step(
     params, axis = _list_params("clip_and_step", params, axis)
     groups = optimizer.param_groups
     stepped = {id(p) for group in groups for p in group["params"]}
+    # Otherwise their gradients would be cleared below, and they never be trained.
     missing = [p for p in params if id(p) not in stepped and p.grad is not None and p.requires_grad]
     if missing:
         shapes = ", ".join(str(tuple(p.shape)) for p in missing[:3])
@@ -528,6 +539,7 @@ def clip_and_step(
         if should_apply is not None:
             refused = refused | should_apply(norm).logical_not().to(norm.device)
         if world.count > 1:
+            # One message; a sum above 0 means that some rank has the flag.
             flags = torch.stack([refused, overflowed]).to(torch.float32)
             refused, overflowed = (all_sum(flags, world) > 0).unbind()
         _set_lr(optimizer, lr)
@@ -568,6 +580,7 @@ def _step_unless(refused: Tensor, optimizer: Any) -> None:
     ]
     with _use_cast_gradients(other_dtype):
         if not can_read_values(refused) and _can_skip_on_device(optimizer):
+            # The protocol of torch's GradScaler: where it is above 0, the kernel writes nothing.
             optimizer.found_inf = refused.to(torch.float32)
             try:
                 optimizer.step()
@@ -741,14 +754,17 @@ def _step_in_backward(
 ) -> Iterator[Callable[[], Update]]:
     _check_lr("step_in_backward", lr)
     factor, refused = _clip_by_given_norm(norm, max_norm, scale, device=_zeros(0, params).device)
+    # The gradients that each parameter still gets before it can be stepped.
     remaining = _count_gradients(stages, params, microbatches, reduce=reduce)
+    # The norms of gradients that are freed; a parameter in here has been stepped.
     norms: dict[nn.Parameter, Tensor] = {}
     if lr is not None:
         _set_lr(optimizer, lr)
 
     @torch.no_grad()
     def step(p: nn.Parameter) -> None:
-        (norms[p],) = _local_norms([p], 2.0, _zeros(0, [p]).dtype)
+        # Before clipping, as in the `Update` of `clip_and_step`.
+        (norms[p],) = _local_norms([p], 2.0, _get_norm_dtype([p]))
         if isinstance(factor, Tensor) or factor != 1:
             get_local(p.grad).mul_(factor)
         if lr is not None:
@@ -767,6 +783,7 @@ def _step_in_backward(
         if not remaining[p]:
             step(p)
 
+    # A list, since the caller gets the function before there is a result.
     update: list[Update] = []
     with use_single_parameter(optimizer) as select, _use_hooks(remaining, receive_gradient):
         yield lambda: update[0]
@@ -811,6 +828,7 @@ def _count_gradients(
     all_reducers = [find_reducers(stage) for stage in stages]
     summed = {p for reducers in all_reducers for p in list_summed_at_end(reducers)}
     modules = [module for reducers in all_reducers for _, module in reducers.fsdp]
+    # With "last" FSDP2 accumulates microbatches in gathered gradients, and reduces them once.
     once = {p for module in modules for p in module.parameters()} if reduce == "last" else set()
     return {p: 1 if p in once else microbatches for p in params if p not in summed}
 
@@ -869,6 +887,8 @@ def find_nonfinite(
     local = [rank["local"] for rank in by_rank]
     summed = [rank["summed"] for rank in by_rank]
     checked = [rank["checked"] for rank in by_rank]
+    # What is bad first in a step explains the rest: the loss, then local gradients, then their
+    # sums.
     if any(terms):
         causes = _name_ranks(terms, "{} on {}")
     elif any(local):
@@ -889,6 +909,7 @@ def _replay_step(
     is_finite: dict[str, Tensor] = {}
 
     def check(name: str, gradient: Tensor) -> None:
+        # It stays on the device: reading it here would wait for every gradient.
         result = get_local(gradient).isfinite().all()
         is_finite[name] = is_finite[name] & result if name in is_finite else result
 
@@ -896,6 +917,7 @@ def _replay_step(
         sums = replay()
     named = get_named_parameters(stages)
     grads = {name: get_local(p.grad) for name, p in named.items() if p.grad is not None}
+    # In the order of the backward pass, which starts at the last parameters.
     summed = [name for name, grad in reversed(grads.items()) if not grad.isfinite().all()]
     names = {
         "terms": [f"the {name}" for name, value in sums.items() if not value.isfinite().all()],
@@ -913,6 +935,7 @@ def _use_gradient_hooks(
     stages: Sequence[nn.Module], check: Callable[[str, Tensor], None]
 ) -> Iterator[None]:
     """Call `check(name, gradient)` for each gradient of this rank, before it is summed."""
+    # By the id of a module (its pre-hook) or of a parameter (the hook of its gradient).
     handles: dict[int, Any] = {}
 
     # Under FSDP the gathered parameters exist from the forward pass on.
@@ -987,6 +1010,7 @@ def use_single_parameter(
     }
 
     def select(p: nn.Parameter | None) -> None:
+        # No group has the index -1, so that all lists become empty.
         selected, index = (-1, 0) if p is None else positions[p]
         for i, (group, original) in enumerate(zip(optimizer.param_groups, originals, strict=True)):
             for key, values in original.items():

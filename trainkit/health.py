@@ -266,7 +266,8 @@ def copy_loss_scale(newest: HealthState, memory: HealthState) -> dict[str, Any]:
         >>> copy_loss_scale({"skips": 0.0, "loss_scale": 4.0}, {"skips": 1.0, "loss_scale": 8.0})
         {'skips': 1.0, 'loss_scale': 4.0}
     """
-    return {**memory, **{x: newest[x] for x in ("loss_scale", "scale_held") if x in newest}}
+    scale = {name: newest[name] for name in ("loss_scale", "scale_held") if name in newest}
+    return {**memory, **scale}
 
 
 # ----------------------------------------------------------------------------------------- decision
@@ -298,6 +299,7 @@ def choose_action(status: StepStatus, memory: HealthState, policy: Policy) -> Ac
         return Action("apply", status.reason)
     num_bad = int(_get_number(memory, "skips")) + 1
     rollbacks = int(_get_number(memory, "rollbacks"))
+    # Skipping does not repair parameters or moments, so damage rolls back at once.
     if status.kind != "damaged" and num_bad < policy.max_skips:
         return Action("skip", status.reason)
     reason = status.reason if num_bad == 1 else f"{status.reason}; {num_bad} bad steps in a row"
@@ -353,6 +355,7 @@ def judge_step(
     # With a finite loss it was the loss scale that made the gradient overflow; a scale of 1 cannot.
     if skipped and record.get("overflowed") and record["loss_scale"] > 1:
         status = StepStatus("overflow") if math.isfinite(loss) else status
+    # All ranks come here together, so `damage` may communicate.
     if status.kind == "bad" and damage is not None:
         names = list(damage())
         if names:
@@ -468,6 +471,7 @@ def check_divergence(
     if not math.isfinite(loss):
         return f"the {name} loss is {loss}", dict(memory)
     seen = _get_number(memory, f"{name}_seen") + 1.0
+    # The first value is its own average: it has no start to be corrected for.
     last = _get_number(memory, f"{name}_smooth", loss)
     smooth = last + smoothing * (loss - last)
     best = min(smooth, _get_number(memory, f"{name}_best", smooth))
@@ -529,6 +533,7 @@ def is_among_best(score: float, memory: HealthState, *, most: int) -> tuple[bool
     """
     if not math.isfinite(score):
         return False, dict(memory)
+    # Lower is better; a score that ties with the last of the best is among them.
     scores = sorted([*_get_list(memory, "evaluation_scores"), float(score)])[:most]
     if score not in scores:
         return False, dict(memory)
@@ -556,6 +561,7 @@ def _median(ordered: Sequence[float]) -> float:
     middle = len(ordered) // 2
     if len(ordered) % 2:
         return ordered[middle]
+    # Halves first, as the sum of two large numbers may be infinite.
     return ordered[middle - 1] / 2 + ordered[middle] / 2
 
 
@@ -570,6 +576,7 @@ def _compute_limit(values: Sequence[float], policy: Policy) -> float:
         return math.inf
     try:
         return struct.unpack("f", struct.pack("f", median + policy.spike_sigmas * spread))[0]
+    # Beyond the range of fp32, so nothing finite is above the limit.
     except OverflowError:
         return math.inf
 
@@ -605,6 +612,7 @@ def _update_health(
         health["skips"] = num_bad + 1.0
         health["skipped"] = _get_number(memory, "skipped") + 1.0
         health["bad_steps"] = [*_get_list(memory, "bad_steps"), float(step)][-_MAX_LISTED:]
+    # Steps of these two kinds neither go on nor end a row of bad ones.
     elif status.kind not in ("empty", "overflow"):
         health["skips"] = 0.0
         for name, value in zip(("losses", "norms"), values, strict=True):

@@ -84,6 +84,7 @@ def _sum_packed(sums: Mapping[str, Tensor], axis: Axis) -> dict[str, Tensor]:
         flat = torch.cat([sums[name].double().flatten() for name in names])
         packed[1 : 1 + len(flat)] = flat
     total = all_sum(packed, axis)
+    # Keys are hashes: others add up to the same sum with a chance of about 2^-32.
     agreed = total[0] == key * axis.count
     if device.type == "cpu" and not agreed:
         raise ValueError(
@@ -192,6 +193,7 @@ def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, Any]:
     # One flat buffer of 64 bits for each device: a transfer of each tensor would wait each time.
     for device in {value.device for value in tensors.values()}:
         on_device = {name: value for name, value in tensors.items() if value.device == device}
+        # fp64 has every value of narrower dtypes; its bits travel as int64, among the integers.
         flat = [
             (x.double().view(torch.int64) if x.is_floating_point() else x.long()).flatten()
             for x in on_device.values()
@@ -337,6 +339,7 @@ def read_memory_stats(device: torch.device) -> dict[str, int]:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak *= 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
         statm = Path("/proc/self/statm")
+        # The second number of statm is the resident set, in pages.
         now = int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else peak
         # The kernel updates the peak less often than the current value.
         return {"memory": now, "memory_peak": max(peak, now)}
@@ -495,6 +498,7 @@ def decoder_flops(config: DecoderConfig, lengths: Sequence[int] | IntArray) -> f
         head_dim=(config.head_size + config.value_size) / 2,
         lengths=lengths,
     )
+    # Sliding layers differ in their pairs alone, so the first call has all matrices.
     sliding = len(config.sliding_layers)
     window = None if config.sliding is None else config.sliding.window
     return attention(
@@ -574,4 +578,5 @@ def peak_flops(device_name: str) -> float | None:
     matches = [key for key in table if re.search(rf"\b{key}\b", device_name)]
     if not matches or re.search(r"\bMIG\b|Laptop", device_name):
         return None
+    # "H100 PCIe" matches "H100" as well: the longer name is the more specific one.
     return table[max(matches, key=len)]

@@ -62,8 +62,7 @@ def constant(lr: float, *, warmup: int = 0, warmup_from: float | None = None) ->
         >>> [constant(1.0, warmup=4, warmup_from=0.0)(step) for step in range(6)]
         [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
     """
-    # A schedule without an end has no `total`; the check gets the smallest that it takes.
-    _check_arguments("constant", lr, warmup, max(warmup, 1), 0.0, warmup_from)
+    _check_arguments("constant", lr, warmup=warmup, warmup_from=warmup_from)
     return lambda step: lr * _warm_up(step, warmup, warmup_from)
 
 
@@ -91,7 +90,15 @@ def linear(
         >>> [linear(1.0, warmup=2, total=6)(step) for step in range(8)]
         [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     """
-    return _make_decay("linear", _straight, lr, warmup, total, final, warmup_from)
+    return _make_decay(
+        "linear",
+        _straight,
+        lr,
+        warmup=warmup,
+        total=total,
+        final=final,
+        warmup_from=warmup_from,
+    )
 
 
 def cosine(
@@ -118,7 +125,15 @@ def cosine(
         >>> [round(cosine(1.0, warmup=0, total=4, final=0.2)(step), 3) for step in range(5)]
         [1.0, 0.883, 0.6, 0.317, 0.2]
     """
-    return _make_decay("cosine", _half_cosine, lr, warmup, total, final, warmup_from)
+    return _make_decay(
+        "cosine",
+        _half_cosine,
+        lr,
+        warmup=warmup,
+        total=total,
+        final=final,
+        warmup_from=warmup_from,
+    )
 
 
 def rex(
@@ -153,7 +168,15 @@ def rex(
     def shape(over: float) -> float:
         return (1 - over) / (0.5 + (1 - over) / 2)
 
-    return _make_decay("rex", shape, lr, warmup, total, final, warmup_from)
+    return _make_decay(
+        "rex",
+        shape,
+        lr,
+        warmup=warmup,
+        total=total,
+        final=final,
+        warmup_from=warmup_from,
+    )
 
 
 def power(
@@ -187,10 +210,18 @@ def power(
     """
     if not (math.isfinite(exponent) and exponent > 0):
         raise ValueError(f"power: exponent must be above 0, got {exponent}")
-    _check_arguments("power", lr, warmup, total, final, None)
+    # Checked here with `final`, since the decay below ends at 0.
+    _check_arguments("power", lr, warmup=warmup, total=total, final=final)
     lr_at = _make_decay(
-        "power", lambda over: (1 - over) ** exponent, lr, warmup, total, 0.0, warmup_from
+        "power",
+        lambda over: (1 - over) ** exponent,
+        lr,
+        warmup=warmup,
+        total=total,
+        final=0.0,
+        warmup_from=warmup_from,
     )
+    # `final` cuts off the decay, not the warm-up, which may begin below it.
     return lambda step: lr_at(step) if step < warmup else max(lr_at(step), lr * final)
 
 
@@ -211,7 +242,7 @@ def inverse_sqrt(lr: float, *, warmup: int, warmup_from: float | None = None) ->
         >>> [inverse_sqrt(1.0, warmup=4)(step) for step in (0, 3, 4, 16, 400)]
         [0.25, 1.0, 1.0, 0.5, 0.1]
     """
-    _check_arguments("inverse_sqrt", lr, warmup, max(warmup, 1), 0.0, warmup_from)
+    _check_arguments("inverse_sqrt", lr, warmup=warmup, warmup_from=warmup_from)
     # Without warm-up sqrt(warmup / step) would be 0 at every step.
     check_range("inverse_sqrt", at_least=1, warmup=warmup)
     return lambda step: (
@@ -255,12 +286,16 @@ def warmup_stable_decay(
         [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.293, 0.134, 0.0, 0.0]
     """
     name = "warmup_stable_decay"
-    shapes: dict[str, DecayShape] = {"linear": _straight, "cosine": _half_cosine}
-    shapes["sqrt"] = lambda over: 1 - math.sqrt(over)
-    shapes["sqrt_late"] = lambda over: math.sqrt(1 - over)
+    shapes: dict[str, DecayShape] = {
+        "linear": _straight,
+        "cosine": _half_cosine,
+        "sqrt": lambda over: 1 - math.sqrt(over),
+        "sqrt_late": lambda over: math.sqrt(1 - over),
+    }
     if shape not in shapes:
         raise ValueError(f"{name}: shape must be one of {', '.join(shapes)}, got {shape!r}")
-    _check_arguments(name, lr, warmup, total, final, warmup_from)
+    _check_arguments(name, lr, warmup=warmup, total=total, final=final, warmup_from=warmup_from)
+    # An int 1 is one step, a float 1.0 the whole schedule.
     if not 0 <= decay <= (total if isinstance(decay, int) else 1.0):
         raise ValueError(
             f"{name}: decay must be a fraction of total between 0.0 and 1.0, or a number of steps "
@@ -273,8 +308,17 @@ def warmup_stable_decay(
             f"{steps}",
             hint="shorten the warm-up (--warmup), or lengthen the schedule (--schedule-steps)",
         )
-    first = total - steps
-    return _make_decay(name, shapes[shape], lr, warmup, total, final, warmup_from, first=first)
+    return _make_decay(
+        name,
+        shapes[shape],
+        lr,
+        warmup=warmup,
+        # This step still has the full rate, because the decay's fraction is 0 there.
+        first=total - steps,
+        total=total,
+        final=final,
+        warmup_from=warmup_from,
+    )
 
 
 def piecewise(lr: float, points: Sequence[Point]) -> Schedule:
@@ -302,12 +346,13 @@ def piecewise(lr: float, points: Sequence[Point]) -> Schedule:
         >>> [piecewise(1.0, [(0, 0.0), (4, 1.0, square)])(step) for step in range(5)]
         [0.0, 0.0625, 0.25, 0.5625, 1.0]
     """
-    _check_arguments("piecewise", lr, 0, 1, 0.0, None)
+    _check_arguments("piecewise", lr)
     steps, fractions, curves = _check_points(points)
 
     def lr_at(step: int) -> float:
         # The first point that is not before the step.
         after = next((i for i, at in enumerate(steps) if at >= step), len(steps) - 1)
+        # Before the first point, after the last, and exactly on a point no curve is needed.
         if after == 0 or step >= steps[after]:
             return lr * fractions[after]
         over = (step - steps[after - 1]) / (steps[after] - steps[after - 1])
@@ -361,8 +406,9 @@ def infinite(
         >>> [round(annealed(step), 6) for step in (5, 6, 7, 8, 9)]
         [0.5, 0.5, 0.1, 0.02, 0.02]
     """
-    name, plateau = "infinite", warmup + cooldown
-    _check_arguments(name, lr, warmup, max(warmup, 1), final, warmup_from)
+    name = "infinite"
+    plateau = warmup + cooldown
+    _check_arguments(name, lr, warmup=warmup, final=final, warmup_from=warmup_from)
     # A rate below the peak takes steps to reach, and the peak itself none.
     fits = 0 <= cooldown < math.inf and (stable < 1) == (cooldown > 0)
     if not (fits and 0 <= stable <= 1):
@@ -370,8 +416,8 @@ def infinite(
             f"{name}: stable must be a fraction of lr below 1 and cooldown above 0, or 1 and 0 "
             f"steps, got {stable} and {cooldown}"
         )
-    begins = anneal_from is None or plateau <= anneal_from < math.inf
-    if not begins or (anneal_from is not None and not 1 <= anneal < math.inf):
+    starts_on_plateau = anneal_from is None or plateau <= anneal_from < math.inf
+    if not starts_on_plateau or (anneal_from is not None and not 1 <= anneal < math.inf):
         raise ValueError(
             f"{name}: annealing must begin at step {plateau} or later and take at least 1 step, "
             f"got anneal_from={anneal_from} and anneal={anneal}"
@@ -381,6 +427,7 @@ def infinite(
     if anneal_from is not None:
         points.setdefault(anneal_from, (anneal_from, stable))
         points[anneal_from + anneal] = (anneal_from + anneal, final, curve)
+    # The warm-up is no piece between two points: its first step is above 0 by default.
     after = piecewise(lr, list(points.values()))
     return lambda step: after(step) if step >= warmup else lr * _warm_up(step, warmup, warmup_from)
 
@@ -407,6 +454,7 @@ def is_due(step: int, every: int, *, last: int | None = None, powers_of_two: boo
         [1, 2, 4, 8, 16]
     """
     check_range("is_due", at_least=0, every=every)
+    # A power of two has a single bit.
     is_power = powers_of_two and step > 0 and step.bit_count() == 1
     return is_power or (every > 0 and (step % every == 0 or step == last))
 
@@ -431,11 +479,13 @@ def _interpolate_cosine(start: float, end: float, fraction: float) -> float:
 
 
 def _interpolate_exponential(start: float, end: float, fraction: float) -> float:
+    # A straight line of the logarithm: start^(1 - p) * end^p, with p the fraction.
     start, end = max(start, _LOG_FLOOR), max(end, _LOG_FLOOR)
     return start * (end / start) ** fraction
 
 
 def _interpolate_reciprocal(start: float, end: float, fraction: float) -> float:
+    # A straight line of 1 / value: 1 / ((1 - p) / start + p / end), with p the fraction.
     start, end = max(start, _LOG_FLOOR), max(end, _LOG_FLOOR)
     return 1 / ((1 - fraction) / start + fraction / end)
 
@@ -443,46 +493,58 @@ def _interpolate_reciprocal(start: float, end: float, fraction: float) -> float:
 # ------------------------------------------------------------------------------------------- phases
 
 
-def _warm_up(step: int, warmup: int, begin: float | None) -> float:
+def _warm_up(step: int, warmup: int, start: float | None) -> float:
     """Return the warm-up factor of a step, up to 1."""
-    if begin is None:
+    if start is None:
         return min(1.0, (step + 1) / warmup) if warmup else 1.0
-    return begin + (1 - begin) * min(1.0, step / warmup) if warmup else 1.0
+    # Step 0 is at `start` itself, so the full rate comes one step later than without it.
+    return start + (1 - start) * min(1.0, step / warmup) if warmup else 1.0
 
 
-def _make_decay(  # noqa: PLR0917 (each schedule hands all of its own on)
+def _make_decay(
     name: str,
     shape: DecayShape,
     lr: float,
+    *,
     warmup: int,
+    first: int | None = None,
     total: int,
     final: float,
     warmup_from: float | None,
-    *,
-    first: int | None = None,
 ) -> Schedule:
     """Make a schedule of warm-up, a plateau up to step `first`, and a decay; no plateau if None."""
-    _check_arguments(name, lr, warmup, total, final, warmup_from)
+    _check_arguments(name, lr, warmup=warmup, total=total, final=final, warmup_from=warmup_from)
+    # Without a plateau the decay begins where the warm-up ends.
     first = warmup if first is None else first
 
     def lr_at(step: int) -> float:
         if step < first:
             return lr * _warm_up(step, warmup, warmup_from)
+        # First, because without a decay `first` is `total`, and the quotient would divide by 0.
         if step >= total:
             return lr * final
+        # A shape falls from 1 to 0; here it falls from 1 to `final`.
         return lr * (final + (1 - final) * shape((step - first) / (total - first)))
 
     return lr_at
 
 
-def _check_arguments(  # noqa: PLR0917 (each schedule hands all of its own on)
-    name: str, lr: float, warmup: int, total: int, final: float, warmup_from: float | None
+def _check_arguments(
+    name: str,
+    lr: float,
+    *,
+    warmup: int = 0,
+    total: int | None = None,
+    final: float = 0.0,
+    warmup_from: float | None = None,
 ) -> None:
+    """Raise ValueError if an argument is out of range; a default is for a phase left out."""
+    # Every test asks for what is valid, because NaN fails all comparisons.
     if not (math.isfinite(lr) and lr >= 0):
         raise ValueError(f"{name}: lr must be finite and at least 0, got {lr}")
     if not 0 <= warmup < math.inf:
         raise ValueError(f"{name}: warmup must be at least 0 steps, got {warmup}")
-    if not max(warmup, 1) <= total < math.inf:
+    if total is not None and not max(warmup, 1) <= total < math.inf:
         raise ConfigError(
             f"{name}: total must be at least 1 step and at least warmup = {warmup}, got {total}",
             hint="shorten the warm-up (--warmup), or lengthen the schedule (--schedule-steps)",
@@ -497,9 +559,14 @@ def _check_points(
     points: Sequence[Point],
 ) -> tuple[list[int], list[float], list[Callable[[float, float, float], float]]]:
     """Return steps, fractions and curves of the points of `piecewise`."""
-    named = {"linear": _interpolate_linear, "cosine": _interpolate_cosine}
-    named |= {"exponential": _interpolate_exponential, "reciprocal": _interpolate_reciprocal}
-    steps, fractions = [point[0] for point in points], [point[1] for point in points]
+    named = {
+        "linear": _interpolate_linear,
+        "cosine": _interpolate_cosine,
+        "exponential": _interpolate_exponential,
+        "reciprocal": _interpolate_reciprocal,
+    }
+    steps = [point[0] for point in points]
+    fractions = [point[1] for point in points]
     curves = [point[2] if len(point) == 3 else "linear" for point in points]
     if not points or any(a >= b for a, b in pairwise(steps)):
         raise ValueError(f"piecewise: points must have increasing steps, got {steps}")
@@ -513,8 +580,5 @@ def _check_points(
             f"piecewise: a curve must be a function or one of {', '.join(named)}, "
             f"got {unknown[0]!r}"
         )
-    return (
-        steps,
-        fractions,
-        [curve if callable(curve) else named[curve] for curve in curves],
-    )
+    functions = [curve if callable(curve) else named[curve] for curve in curves]
+    return steps, fractions, functions

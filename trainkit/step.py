@@ -51,13 +51,15 @@ from trainkit.types import (
 
 
 def _add(sums: dict[str, Tensor], terms: Mapping[str, Tensor]) -> None:
+    # Not in place, which would change the loss's own tensor, the first term.
     for name, term in terms.items():
         sums[name] = sums[name] + term if name in sums else term
 
 
 def _add_long(sums: dict[str, Tensor], terms: Mapping[str, Tensor]) -> None:
     """Add terms in fp64: over 10^9 tokens a sum in fp32 is off by 2e-5."""
-    _add(sums, {name: x.double() if x.is_floating_point() else x for name, x in terms.items()})
+    in_fp64 = {name: x.double() if x.is_floating_point() else x for name, x in terms.items()}
+    _add(sums, in_fp64)
 
 
 def forward_backward(
@@ -109,6 +111,7 @@ def forward_backward(
         4.0
     """
     _check_microbatches(microbatches)
+    # A lookup in a set takes less time than `check_choice`, and this runs in every step.
     if reduce not in {"last", "each"}:
         check_choice(("last", "each"), "forward_backward", reduce=reduce)
     refuse_leaks("forward_backward", model, microbatches, call)
@@ -123,6 +126,7 @@ def forward_backward(
             divide_terms(total, divisors).backward()
             _add(sums, terms)
         return sums
+    # The denominator counts the tokens of all ranks, so gradients must be added, not averaged.
     check_sums(reducers)
     with use_reduction(model, reducers, microbatches, reduce=reduce) as reduction:
         for index, batch in enumerate(microbatches):
@@ -178,6 +182,7 @@ def make_forward_backward(
     """
     stages = as_stages(stages_or_model, "make_forward_backward", call=call)
     check_choice(("last", "each"), "make_forward_backward", reduce=reduce)
+    # For its error: an unknown schedule is rejected even where there is no pipeline.
     schedule_kind(stages.layout.schedule)
     if stages.pp.count == 1:
         if len(stages) != 1:
@@ -259,10 +264,12 @@ def evaluate(
                 refuse_leaks("evaluate", stages[0], [batch], stages.call)
             count = count + count_valid_tokens([batch])
             _add_long(sums, _compute_terms(stages, batch, loss))
+    # So far only the rank of the last stage has sums; the all-reduce needs them on every rank.
     if pp.count > 1:
         sums = _broadcast_sums(sums, loss, stages=stages, device=device)
     if not sums:
         raise ValueError("evaluate: there is no batch to evaluate on any rank")
+    # Sorted: every rank must all-reduce the terms in the same order.
     sums = {name: all_sum(sums[name], axis) for name in sorted(sums)}
     tokens = all_sum(count, axis)
     return average_terms(sums, tokens) | {"tokens": tokens}
@@ -287,6 +294,7 @@ def _broadcast_sums(
     """Broadcast the sums from the rank of the last stage over the pipeline axis."""
     pp = stages.pp
     source = get_stage_places(stages, pp)[0].ranks[-1]
+    # No rank of the pipeline had a batch, so there are no names to agree on.
     if not any(all_gather_objects(len(sums), pp)):
         return {}
     kinds = agree_on_kinds(sums, get_term_names(loss), axis=pp, source=source)
@@ -300,6 +308,7 @@ def _get_first_batch(
     columns: dict[str, list[Any]] = {}
     if batch is not None:
         for name, x in batch.items():
+            # A column has a value for each token; other entries need no counterpart in padding.
             is_column = isinstance(x, Tensor) and x.shape[:2] == batch["labels"].shape
             if is_column and name not in BATCH_TENSORS:
                 columns[name] = [str(x.dtype).removeprefix("torch."), *x.shape[2:]]

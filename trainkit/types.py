@@ -54,6 +54,7 @@ class TrainkitError(ValueError):
         ('pp must be above 0, got 0', 'leave --pp away')
     """
 
+    # Codes start at 64 as in sysexits.h, whose EX_USAGE is 64, EX_DATAERR 65 and EX_IOERR 74.
     code = 64
 
     def __init__(
@@ -65,6 +66,7 @@ class TrainkitError(ValueError):
         want: object = None,
         hint: str | None = None,
     ) -> None:
+        # A traceback of Python shows only this text, so it has the hint as well.
         super().__init__(what if hint is None or hint in what else f"{what}: {hint}")
         self.what = what
         self.where = where
@@ -152,6 +154,7 @@ def needs_extra(extra: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
+        # `name` is the module that is missing, which may be one that the library itself imports.
         raise ConfigError(
             f"{error.name} is missing",
             where=error.name,
@@ -205,6 +208,7 @@ def check_range(
         return
     conditions = [] if is_finite else ["finite"]
     conditions += [f"{name} {bound}" for name, bound in bounds.items() if bound is not None]
+    # There is at least one: "finite", or a bound that a value breaks.
     *first, last = conditions
     raise ValueError(
         f"{function}: {' and '.join(arguments)} must be "
@@ -279,6 +283,7 @@ def one_of(*choices: Any) -> Validator:
     return satisfies(lambda value: value in choices, f"one of {', '.join(map(repr, choices))}")
 
 
+# NaN fails all three, as every comparison with it is false.
 positive = satisfies(lambda value: value > 0, "above 0")
 """An attrs validator: the value is above 0."""
 non_negative = satisfies(lambda value: 0 <= value < math.inf, "at least 0 and finite")
@@ -381,6 +386,7 @@ class Layout:
 
     def __str__(self) -> str:
         big = [f"{name} {degree}" for name, degree in self.degrees.items() if degree > 1]
+        # A fold says something only if an axis that it leaves out has ranks.
         fold = f", fold {self.fold_sp}" if self.count("sp_unfolded") > 1 else ""
         strided = "" if self.ep_adjacent else ", ep strided"
         return (" x ".join(big) or "solo") + fold + strided
@@ -443,6 +449,7 @@ class Layout:
                 want=world,
             )
         fsdp = filled.count("fsdp")
+        # Checked here, as a dp_shard of -1 has its value only now.
         if fsdp % self.ep:
             raise ConfigError(
                 f"ep {self.ep} does not divide the {fsdp} ranks that parameters are sharded over "
@@ -468,7 +475,10 @@ class Precision:
     """
 
     storage: Literal["fp32", "bf16"] = attrs.field(
-        default="fp32", validator=one_of("fp32", "bf16"), metadata={"on_resume": "refuse"}
+        # `run.config` reads the metadata: a checkpoint has the parameters in one dtype.
+        default="fp32",
+        validator=one_of("fp32", "bf16"),
+        metadata={"on_resume": "refuse"},
     )
     """The dtype of parameters; in bf16 the optimizer rounds them stochastically, or with
     --optimizer-options rounding=kahan by Kahan summation."""
@@ -501,8 +511,8 @@ class Precision:
     def __str__(self) -> str:
         # fp32 throughout needs no details.
         others = self.storage, self.reduction, self.moments
-        if {self.compute, *others} == {"auto"} or {self.compute, *others} <= {"auto", "fp32"}:
-            return self.compute if self.compute != "auto" else "fp32"
+        if {self.compute, *others} <= {"auto", "fp32"}:
+            return "fp32"
         return "{} (parameters {}, sums {}, moments {})".format(self.compute, *others)
 
 
@@ -528,9 +538,13 @@ class Numerics:
         return f"products of fp32 {self.matmul}, algorithms {kind}"
 
 
+# There are four values of `fold_sp`, and every count of an axis asks for one.
 @cache
 def _make_axes(fold_sp: FoldSP) -> Mapping[str, tuple[str, ...]]:
-    world, dp, sp = tuple(Layout().degrees)[:-1], ("dp_replicate", "dp_shard"), ("ring", "ulysses")
+    # All degrees but ep, which is a factor of fsdp and not of the world.
+    world = tuple(Layout().degrees)[:-1]
+    dp = ("dp_replicate", "dp_shard")
+    sp = ("ring", "ulysses")
     folded = tuple(name for name in sp if fold_sp in (name, "all"))
     return {
         "world": world,
@@ -588,9 +602,11 @@ class DataShard:
 def _set_fields(record: object, **fields: Any) -> None:
     """Set fields of a frozen record in its own `__init__`, which torch.compile can trace."""
     for name, value in fields.items():
+        # A frozen class's own __setattr__ raises.
         object.__setattr__(record, name, value)
 
 
+# Records with tensors, arrays or groups compare by identity: `==` of two arrays is no bool.
 @attrs.frozen(eq=False)
 class Axis:
     """A mesh axis seen from one rank: its name, index, size and process group.
@@ -798,6 +814,7 @@ def apply_softcap(x: Tensor, softcap: float | None) -> Tensor:
         >>> apply_softcap(torch.tensor([0.0, 1e9]), 30.0)
         tensor([ 0., 30.])
     """
+    # Nearly x where |x| is far below the cap, and never beyond it.
     return x if softcap is None else softcap * (x / softcap).tanh()
 
 
@@ -828,6 +845,7 @@ class Bins:
         if not -len(self) <= index < len(self):
             # An IndexError, because it ends a `for` loop over the rows.
             raise IndexError(f"row {index} of {len(self)}")
+        # As in a list, -1 is the last row.
         index %= len(self)
         part = slice(self.offsets[index], self.offsets[index + 1])
         columns = self.documents[part], self.starts[part], self.lengths[part]
@@ -835,6 +853,7 @@ class Bins:
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
+# Not uint64: a batch has large integers as int64.
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 
 
@@ -866,6 +885,7 @@ class Column:
         default=(),
         converter=tuple,
         validator=satisfies(
+            # Not isinstance, for which True is an int.
             lambda sizes: len(sizes) < 2 and all(type(k) is int and k > 0 for k in sizes),
             "() or (k,) with k above 0",
         ),
@@ -980,6 +1000,7 @@ class Batch(Mapping[str, Any]):
         return iter((*BATCH_TENSORS, "spans", *self.extra))
 
     def __len__(self) -> int:
+        # One more for the spans.
         return len(BATCH_TENSORS) + 1 + len(self.extra)
 
     # A Mapping compares by items, which is ambiguous for tensors: batches compare by identity.
@@ -1156,6 +1177,7 @@ Schedule = Callable[[int], float]
 Sink = Callable[[int, Mapping[str, Any]], None]
 """`Sink(step, values) -> None`: where metrics go."""
 
+# `...`, since a Callable cannot name its keywords.
 OpenSink = Callable[..., AbstractContextManager[Sink]]
 """`open_sink(step=step)`: a context manager that yields a sink for the steps after `step`."""
 
@@ -1175,6 +1197,7 @@ def log_info(message: str) -> None:
     Examples:
         >>> log_info("packed 3 rows")
     """
+    # As an argument: a message may contain percent signs.
     logging.getLogger("trainkit").info("%s", message)
 
 

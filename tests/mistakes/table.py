@@ -470,8 +470,8 @@ MISTAKES = [
         (
             "shaping.py",
             "top-p leaves one word less",
-            "    excluded = (ascending.softmax(-1).cumsum(-1) <= 1 - p) & (torch.as_tensor(p) < 1)",
-            "    excluded = (ascending.softmax(-1).cumsum(-1).roll(1) <= 1 - p) & (torch.as_tensor(p) < 1)",
+            "    excluded = ascending.softmax(-1).cumsum(-1) <= 1 - p",
+            "    excluded = ascending.softmax(-1).cumsum(-1).roll(1) <= 1 - p",
             "tests/post/generation/test_sampling.py tests/losses",
         ),
         (
@@ -491,7 +491,7 @@ MISTAKES = [
         (
             "shaping.py",
             "the gradient of a tempered loss forgets the temperature",
-            "    return slopes if _is(shaping.temperature, 1.0) else slopes.div_(_column(shaping.temperature))",
+            "    return slopes.div_(_column(shaping.temperature))",
             "    return slopes",
             "tests/losses tests/families/test_losses.py",
         ),
@@ -512,15 +512,15 @@ MISTAKES = [
         (
             "shaping.py",
             "top-p leaves out the word with which the others suffice",
-            "    excluded = (ascending.softmax(-1).cumsum(-1) <= 1 - p) & (torch.as_tensor(p) < 1)",
-            "    probs = ascending.softmax(-1)\n    excluded = (probs.cumsum(-1) - probs <= 1 - p) & (torch.as_tensor(p) < 1)",
+            "    excluded = ascending.softmax(-1).cumsum(-1) <= 1 - p",
+            "    probs = ascending.softmax(-1)\n    excluded = probs.cumsum(-1) - probs <= 1 - p",
             "tests/losses/test_token_logprobs.py",
         ),
         (
             "shaping.py",
             "top-p keeps a word that is not needed",
-            "    excluded = (ascending.softmax(-1).cumsum(-1) <= 1 - p) & (torch.as_tensor(p) < 1)",
-            "    excluded = (ascending.softmax(-1).cumsum(-1) < 1 - p) & (torch.as_tensor(p) < 1)",
+            "    excluded = ascending.softmax(-1).cumsum(-1) <= 1 - p",
+            "    excluded = ascending.softmax(-1).cumsum(-1) < 1 - p",
             "tests/losses/test_token_logprobs.py",
         ),
         (
@@ -613,21 +613,21 @@ MISTAKES = [
         (
             "advantages.py",
             "the deviation of a group is divided by its number",
-            "(squares / (counts - 1).clamp(min=1)).sqrt()",
-            "(squares / counts).sqrt()",
+            "squares / (counts - 1).clamp(min=1)",
+            "squares / counts",
             "tests/post/objectives/test_advantages.py",
         ),
         (
             "advantages.py",
             "leave one out leaves none out",
-            "    mean_of_others = (sums[groups] - exact) / (counts - 1).clamp(min=1)[groups]",
+            "    mean_of_others = (sums[groups] - exact) / num_others",
             "    mean_of_others = sums[groups] / counts[groups]",
             "tests/post/objectives/test_advantages.py",
         ),
         (
             "advantages.py",
             "a value of the next document is taken for the following one",
-            "    has_next[:, :-1] = is_step[:, :-1] & (document_ids[:, :-1] == document_ids[:, 1:])",
+            "    has_next[:, :-1] = is_step[:, :-1] & is_same",
             "    has_next[:, :-1] = is_step[:, :-1]",
             "tests/post/objectives/test_advantages.py",
         ),
@@ -724,8 +724,8 @@ MISTAKES = [
         (
             "experts.py",
             "the loads that are reported are those of what was kept",
-            "torch.stack([balance, z, dropped]), routing.counts.to(z.dtype)])",
-            "torch.stack([balance, z, dropped]), limited.counts.to(z.dtype)])",
+            "torch.cat([sums, routing.counts.to(z.dtype)])",
+            "torch.cat([sums, limited.counts.to(z.dtype)])",
             "tests/models/test_experts.py",
         ),
         (
@@ -745,22 +745,22 @@ MISTAKES = [
         (
             "routers.py",
             "groups are chosen by their best expert alone",
-            "    best = by_group.topk(min(2, by_group.shape[-1]), -1).values.sum(-1)",
+            "    best = two_best.sum(-1)",
             "    best = by_group.amax(-1)",
             "tests/models/test_routers.py tests/models/test_experts.py",
         ),
         (
             "routers.py",
             "an expert takes one token more than it has room for",
-            "    is_kept[by_expert.indices] = position < capacity",
-            "    is_kept[by_expert.indices] = position <= capacity",
+            "    is_within[by_expert.indices] = position < capacity",
+            "    is_within[by_expert.indices] = position <= capacity",
             "tests/models/test_routers.py tests/models/test_experts.py",
         ),
         (
             "routers.py",
             "jitter moves tokens up alone",
-            "(bits.double() * 2.0**-52 - 1)",
-            "(bits.double() * 2.0**-53)",
+            "bits.double() * 2.0**-52 - 1",
+            "bits.double() * 2.0**-53",
             "tests/models/test_routers.py tests/models/test_experts.py",
         ),
         (
@@ -842,8 +842,8 @@ MISTAKES = [
         (
             "rules.py",
             "AdamW corrects its second moment as its first",
-            "(1 - second**step) ** -0.5)\n        return (*_decays(group), *rates, group",
-            "(1 - first**step) ** -0.5)\n        return (*_decays(group), *rates, group",
+            "        scale_sq = (1 - second**step) ** -0.5\n        rates",
+            "        scale_sq = (1 - first**step) ** -0.5\n        rates",
             "tests/optim/test_table.py",
         ),
         (
@@ -915,8 +915,8 @@ MISTAKES = [
         (
             "recompute_budget.py",
             "of two results as dear as each other the second is kept",
-            "-inner[key], key[1]))",
-            "-inner[key], -key[1]))",
+            "        return _ORDER.index(group), -inner[key], number",
+            "        return _ORDER.index(group), -inner[key], -number",
             "tests/parallel/test_recompute.py",
         ),
         (
@@ -1286,8 +1286,8 @@ MISTAKES = [
         (
             "links.py",
             "rotary rows are taken in halves where they are in pairs",
-            "(plain, plain, half, 2), (plain + half, plain + 1, half, 2))",
-            "(plain, plain, half, 1), (plain + half, plain + half, half, 1))",
+            "(plain, plain, half, 2),  # the first of each pair\n        (plain + half, plain + 1, half, 2),",
+            "(plain, plain, half, 1),\n        (plain + half, plain + half, half, 1),",
             "tests/weights/hub/test_families.py",
         ),
         (
@@ -1452,8 +1452,8 @@ MISTAKES = [
         (
             "score.py",
             "an answer is greedy if one of its words is",
-            "bool(values[1].all())",
-            "bool(values[1].any())",
+            "bool(is_best.all())",
+            "bool(is_best.any())",
             "tests/post/evaluation/test_score.py",
         ),
     ),

@@ -225,6 +225,7 @@ def _cuda_backward(
         *_list_bounds(block),
         0.0,  # dropout, hence no random state
         block.causal,
+        # Seed and offset of dropout, and a tensor that is not used.
         torch.zeros(2, dtype=torch.uint64, device=out.device),
         out.new_empty(0),
         scale=block.scale,
@@ -262,6 +263,7 @@ class _Chunk:
 
 def _split_queries(q: Tensor, k: Tensor, block: BlockSpans) -> Iterator[_Chunk]:
     """Yield chunks of the queries of a document, in order."""
+    # A chunk has at most a window of queries, which see at most two windows of keys.
     num_keys = len(k) if block.window is None else min(len(k), 2 * block.window)
     size = max(_MAX_SCORES // (q.shape[1] * max(num_keys, 1)), 16)
     if block.window is None:
@@ -271,7 +273,8 @@ def _split_queries(q: Tensor, k: Tensor, block: BlockSpans) -> Iterator[_Chunk]:
                 yield _Chunk(queries, slice(0, len(k)), None)
                 continue
             # The last key is that of the last query, so the diagonal ends in the lower right.
-            rows, columns = queries.stop - first, queries.stop
+            rows = queries.stop - first
+            columns = queries.stop
             hidden = torch.ones(rows, columns, dtype=torch.bool, device=q.device)
             yield _Chunk(queries, slice(0, columns), hidden.triu(columns - rows + 1))
         return
@@ -280,6 +283,7 @@ def _split_queries(q: Tensor, k: Tensor, block: BlockSpans) -> Iterator[_Chunk]:
     size = min(size, max(block.window, 16))
     for first in range(0, len(q), size):
         queries = slice(first, min(first + size, len(q)))
+        # From the first query's window to the last query's own position.
         keys = slice(
             k_positions.count_until(q_positions.get(first) - block.window),
             k_positions.count_until(q_positions.get(queries.stop - 1)),
@@ -317,6 +321,7 @@ class _Positions:
 
 def _compute_scores(q: Tensor, k: Tensor, block: BlockSpans, chunk: _Chunk) -> Tensor:
     """Return the scores `[K, G, L, M]` of a chunk, for G query heads per key head."""
+    # k: key heads, g: query heads of each, l: queries, m: keys, d: features.
     queries = rearrange(q[chunk.queries], "l (k g) d -> k g l d", k=k.shape[1])
     scores = torch.einsum("kgld,mkd->kglm", queries, k[chunk.keys]) * block.scale
     if block.softcap is not None:
@@ -325,11 +330,13 @@ def _compute_scores(q: Tensor, k: Tensor, block: BlockSpans, chunk: _Chunk) -> T
 
 
 def _matmul_forward(qkv: QueryKeyValue, block: BlockSpans) -> OutLse:
-    outs, lses = list[Tensor](), list[Tensor]()
+    outs = list[Tensor]()
+    lses = list[Tensor]()
     spans = block.queries, block.keys, block.keys
     for q, k, v in zip(*map(_split_in_fp32, qkv, spans), strict=True):
         for chunk in _split_queries(q, k, block):
             scores = _compute_scores(q, k, block, chunk)
+            # [K, G, L], -inf where the mask hides all keys of this block.
             lse = scores.logsumexp(-1)
             if block.window is None:
                 weights = scores.softmax(-1)
@@ -349,7 +356,8 @@ def _matmul_backward(
         _document_backward(d_rows, (q, k, v), (out, lse), block)
         for d_rows, q, k, v, out, lse in zip(*columns, strict=True)
     ]
-    d_q, d_k, d_v = (torch.cat(column).to(qkv[0].dtype) for column in zip(*parts, strict=True))
+    by_tensor = zip(*parts, strict=True)
+    d_q, d_k, d_v = (torch.cat(documents).to(qkv[0].dtype) for documents in by_tensor)
     return d_q, d_k, d_v
 
 
@@ -358,9 +366,13 @@ def _document_backward(
 ) -> QueryKeyValue:
     # With weights P = exp(S - lse) and dP = dO Vᵀ: dS = P (dP - rowsum(dO O)), so that no sum over
     # all keys is needed (Dao et al., 2022, algorithm 4).
-    (q, k, v), (out, lse) = qkv, result
-    row_sums, bases = (d_out * out).sum(-1, keepdim=True), lse.unsqueeze(-1)
-    d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    q, k, v = qkv
+    out, lse = result
+    row_sums = (d_out * out).sum(-1, keepdim=True)
+    bases = lse.unsqueeze(-1)
+    d_q = torch.empty_like(q)
+    d_k = torch.zeros_like(k)
+    d_v = torch.zeros_like(v)
     for chunk in _split_queries(q, k, block):
         rows, keys = chunk.queries, chunk.keys
         q_, d_out_, row_sums_, bases_ = (

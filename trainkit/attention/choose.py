@@ -45,13 +45,16 @@ class _Inputs:
     head_size: int
     window: int | None
 
+    @property
+    def dtype_name(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        return name.replace("bfloat", "bf").replace("float", "fp")
+
     def __str__(self) -> str:
-        short = (
-            str(self.dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
-        )
-        return f"{short} and heads of {self.head_size}"
+        return f"{self.dtype_name} and heads of {self.head_size}"
 
     def make_query(self) -> Tensor:
+        # [B, H, S, D]; torch looks at shape, dtype and device alone.
         return torch.empty(1, 1, 16, self.head_size, dtype=self.dtype, device=self.device)
 
 
@@ -123,6 +126,7 @@ def choose_kernel(
     for name in names:
         check_choice(get_args(Kernel), "attention", kernel=name)
         row = KERNELS[name]
+        # The kernel's own reasons come before the soft cap.
         reason = row.reject(inputs)
         if not reason and softcap is not None and not row.softcap:
             reason = "it has no soft caps"
@@ -132,10 +136,9 @@ def choose_kernel(
     options = f" in a window of {window}" if window is not None else ""
     options += f" with a soft cap of {softcap}" if softcap is not None else ""
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
-    dtype_name, _, heads = str(inputs).partition(" and ")
     raise ConfigError(
-        f"attention: none of these kernels takes {heads} in {dtype_name} on {inputs.device.type}"
-        f"{options}: {reasons or 'there are none'}",
+        f"attention: none of these kernels takes heads of {head_size} in {inputs.dtype_name} on "
+        f"{inputs.device.type}{options}: {reasons or 'there are none'}",
         where="attention",
         got=list(names),
         hint="add sdpa or math at the end, which take everything",
@@ -157,6 +160,7 @@ def list_operators(device: torch.device) -> list[Any]:
     """
     operators: dict[str, Any] = {}
     for row in KERNELS.values():
+        # The operator never runs there, and importing its module takes a second.
         if row.module and device.type != "cuda":
             continue
         if row.module:
@@ -190,14 +194,17 @@ def _reject_flex(inputs: _Inputs) -> str:
     if inputs.device.type != "cuda":
         return "it runs only on CUDA"
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    # Its Triton kernel multiplies tiles of 16 and more.
     if inputs.dtype in dtypes and inputs.head_size >= 16:
         return ""
     return f"it takes fp32, fp16 and bf16, and heads of 16 and more, not {inputs}"
 
 
 def _reject_flash(inputs: _Inputs) -> str:
+    # torch's flash for CPUs takes all dtypes, head sizes and masks.
     if inputs.device.type == "cpu":
         return ""
+    # It will be `varlen`, see `_make_flash`.
     if _is_flash_window(inputs):
         return _reject_varlen(inputs)
     return _reject_backend(inputs, "flash", "FLASH_ATTENTION")
@@ -207,7 +214,7 @@ def _reject_backend(inputs: _Inputs, name: str, *backends: str) -> str:
     """Return why one kernel of torch's `scaled_dot_product_attention` does not take the inputs."""
     if inputs.device.type != "cuda":
         return "it runs only on CUDA"
-    # torch decides by a call's tensors, so it is asked about a short one. Its last argument is
+    # torch decides by a call's tensors, so it is given short ones. Its last argument is
     # whether key heads are grouped.
     query = inputs.make_query()
     mask = None if inputs.window is None else query.new_zeros(16, 16)
@@ -287,6 +294,7 @@ KERNELS: dict[Kernel, KernelRow] = {
         operators=("aten::_scaled_dot_product_cudnn_attention",),
     ),
     "flex": KernelRow(make=lambda _: flex(), reject=_reject_flex, softcap=True),
+    # Its operator is torch's attention on accelerators other than CUDA.
     "sdpa": KernelRow(
         make=lambda _: sdpa,
         reject=_take_all,

@@ -66,7 +66,8 @@ def flex() -> Attend:
             scale=scale,
             enable_gqa=q.shape[2] != k.shape[2],
         )
-        return out[0].transpose(0, 1).unflatten(0, q.shape[:2])[..., : v.shape[3]]
+        out = out[0].transpose(0, 1).unflatten(0, q.shape[:2])
+        return out[..., : v.shape[3]]
 
     return untraced(attend, recursive=False)  # the kernel itself is compiled all the same
 
@@ -110,7 +111,8 @@ def block_mask(spans: Spans, tokens: int, *, window: int | None = None) -> Any:
     """
     from torch.nn.attention.flex_attention import BlockMask  # noqa: PLC0415 -- see _attention
 
-    ends, device = spans.cu_seqlens, spans.cu_seqlens.device
+    ends = spans.cu_seqlens
+    device = ends.device
     token = torch.arange(tokens, device=device, dtype=torch.int32)
     first_key = ends[torch.searchsorted(ends, token, right=True) - 1]
     if window is not None:
@@ -136,5 +138,7 @@ def block_mask(spans: Spans, tokens: int, *, window: int | None = None) -> Any:
 
 def _list_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the number of key blocks of each query block, and the indices of all, those first."""
+    counts = blocks.sum(-1, dtype=torch.int32)
     order = blocks.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
-    return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
+    # One mask for all batches and heads, the first two dimensions of a `BlockMask`.
+    return counts[None, None], order.to(torch.int32)[None, None]

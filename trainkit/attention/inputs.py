@@ -48,15 +48,23 @@ def check_inputs(
         >>> scale
         0.25
     """
-    is_valid = q.ndim == k.ndim == v.ndim == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2]
-    is_valid = is_valid and k.shape[2] == v.shape[2] and all(x.numel() for x in (q, k, v))
-    if not is_valid or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2] != 0:
+    # Values may have a size of their own, and key heads serve groups of query heads.
+    is_valid = (
+        q.ndim == k.ndim == v.ndim == 4
+        and q.shape[:2] == k.shape[:2] == v.shape[:2]
+        and k.shape[2] == v.shape[2]
+        and all(x.numel() for x in (q, k, v))
+        and q.shape[3] == k.shape[3]
+        and q.shape[2] % k.shape[2] == 0
+    )
+    if not is_valid:
         raise ValueError(
             "attention: q must be [B, S, H, D], k [B, S, K, D] and v [B, S, K, E] with K a divisor "
             f"of H and no size 0, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
     q, k, v = match_dtypes(q, k, v)
     scale = q.shape[3] ** -0.5 if scale is None else scale
+    # NaN is rejected as well, since all comparisons with it are false.
     if not 0 < scale < math.inf:
         raise ValueError(
             f"attention: scale must be a finite number above 0, got {scale}; leave it out for "
@@ -96,6 +104,7 @@ def match_dtypes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def _check_spans(q: Tensor, spans: Spans, parts: int) -> None:
+    # Spans are those of the full rows, of which q has a slice.
     rows, tokens = q.shape[0], q.shape[1] * parts
     if spans.lengths.sum() != rows * tokens:
         holder = "q has" if parts == 1 else f"the slices of {parts} ranks have"

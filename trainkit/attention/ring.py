@@ -93,6 +93,7 @@ def _attend(
             f"divide by {multiple} (2 chunks for each of {axis.count} ranks); pack with "
             f"multiple_of={multiple} and rows of a multiple of {multiple} tokens"
         )
+    # `spans` are those of a shard, with 1/N of each document.
     if window is not None and window >= spans.max_length * axis.count:
         window = None
     q_, k_, v_ = (x.flatten(0, 1) for x in (q, k, v))
@@ -239,7 +240,8 @@ def _forward(qkv: QueryKeyValue, setup: _Setup) -> OutLse:
             out = part.to(_get_sum_dtype(q), copy=True)
             lse = part_lse.clone()
         else:
-            out[rows], lse[rows] = merge_lse(out[rows], lse[rows], part.to(out.dtype), part_lse)
+            merged = merge_lse(out[rows], lse[rows], part.to(out.dtype), part_lse)
+            out[rows], lse[rows] = merged
         current = current if exchange is None else _finish_exchange(exchange)
     return out.to(q.dtype), lse
 

@@ -83,15 +83,15 @@ def _attend(
     softcap: float | None,
 ) -> Tensor:
     q, k, v, scale = check_inputs(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap)
+    # A window that hides nothing would cost a mask, and with it the flash kernel.
     if window is not None and window >= spans.max_length:
         window = None
     if softcap is not None:
         return written_out(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap)
     if q.shape[3] != v.shape[3]:
         q_, k_, v_ = pad_heads(q, k, v)
-        return _attend_documents(q_, k_, v_, spans=spans, scale=scale, window=window)[
-            ..., : v.shape[3]
-        ]
+        padded = _attend_documents(q_, k_, v_, spans=spans, scale=scale, window=window)
+        return padded[..., : v.shape[3]]
     return _attend_documents(q, k, v, spans=spans, scale=scale, window=window)
 
 
@@ -100,7 +100,8 @@ def _attend_documents(
 ) -> Tensor:
     mask = None if window is None else _make_mask(q, window, longest=spans.max_length)
     if not _has_fused_kernel(q, k, v, mask):
-        k_, v_ = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
+        groups = q.shape[2] // k.shape[2]
+        k_, v_ = (x.repeat_interleave(groups, dim=2) for x in (k, v))
         if not _has_fused_kernel(q, k_, v_, mask):
             return written_out(q, k, v, spans=spans, scale=scale, window=window)
         k, v = k_, v_
@@ -110,7 +111,8 @@ def _attend_documents(
     else:
         # One split and not a slice per document: the gradient of a slice is a zero tensor of the
         # whole row, 64 of them here (random lengths, 4,096 tokens: 217 ms against 80).
-        parts = zip(*(_heads_first(x, 1).split(lengths, dim=2) for x in (q, k, v)), strict=True)
+        documents = (_heads_first(x, 1).split(lengths, dim=2) for x in (q, k, v))
+        parts = zip(*documents, strict=True)
     outputs = [
         _call_torch(*chunk, scale=scale)
         for q_, k_, v_ in parts
@@ -124,7 +126,8 @@ def _call_torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: 
     groups = q.shape[1] // k.shape[1]
     if q.is_cuda and k.shape[2] == 1 and groups > 1:
         # cuDNN takes no single key, and the kernel that does takes no groups of heads (torch 2.13).
-        k, v, groups = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1), 1
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        groups = 1
     return nn.functional.scaled_dot_product_attention(
         q,
         k,

@@ -81,10 +81,15 @@ def _attend(
     # One message: for each rank its heads of q, of k and of v.
     by_rank = [rearrange(x, "b s (n h) d -> b s n (h d)", n=axis.count) for x in (q, k, v)]
     qkv = torch.cat(by_rank, dim=3).flatten(2, 3)
+    # [B, S, features of this rank's heads]: q, then k, then v.
     received = all_to_all(qkv, axis, split_dim=2, gather_dim=1)
     local = received.split([x.shape[3] for x in by_rank], dim=2)
-    q, k, v = (x.unflatten(2, (-1, y.shape[3])) for x, y in zip(local, (q, k, v), strict=True))
+    q, k, v = (
+        features.unflatten(2, (-1, x.shape[3]))
+        for features, x in zip(local, (q, k, v), strict=True)
+    )
     out = attend(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap)
+    # Back to this rank's tokens, with all heads.
     return all_to_all(out, axis, split_dim=1, gather_dim=2)
 
 
@@ -97,6 +102,7 @@ def _check_heads(q: Tensor, k: Tensor, axis: Axis) -> None:
             f"ulysses: {heads} query heads do not divide over {count} ranks; choose a degree that "
             f"divides {heads}"
         )
+    # Fewer key heads than ranks are repeated, which needs equally many copies of each.
     if kv_heads % count and count % kv_heads:
         raise ValueError(
             f"ulysses: {kv_heads} key heads and {count} ranks: one must divide the other; choose "

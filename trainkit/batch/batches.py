@@ -43,7 +43,9 @@ def split_batch(batch: Batch, rows: int) -> list[Batch]:
     if rows < 1 or num_rows % rows:
         raise ValueError(f"split_batch: {num_rows} rows do not divide into parts of {rows}")
     ends = np.cumsum(batch.spans.lengths)
-    cuts = [0, *(np.searchsorted(ends, np.arange(rows, num_rows + 1, rows) * length) + 1).tolist()]
+    # The spans at which microbatches begin: spans end where rows do, so every cut lies between two.
+    microbatch_ends = np.arange(rows, num_rows + 1, rows) * length
+    cuts = [0, *(np.searchsorted(ends, microbatch_ends) + 1).tolist()]
     tensors = {name: x.split(rows) for name, x in batch.items() if isinstance(x, torch.Tensor)}
     microbatches = []
     for i, (first, end) in enumerate(pairwise(cuts)):
@@ -88,12 +90,12 @@ def make_padding_batch(rows: int, length: int, *, pad_id: int = 0, multiple_of: 
     check_range("make_padding_batch", at_least=1, rows=rows, length=length)
     check_range("make_padding_batch", at_least=1, multiple_of=multiple_of)
     return Batch(
-        torch.full((rows, length), pad_id),
-        torch.full((rows, length), IGNORED_LABEL),
-        torch.arange(length).repeat(rows, 1),
-        torch.full((rows, length), -1),
-        torch.full((rows, length), -1),
-        spans_of_runs(np.full((rows, length), -1), multiple_of=multiple_of),
+        input_ids=torch.full((rows, length), pad_id),
+        labels=torch.full((rows, length), IGNORED_LABEL),
+        position_ids=torch.arange(length).repeat(rows, 1),
+        document_ids=torch.full((rows, length), -1),
+        token_index=torch.full((rows, length), -1),
+        spans=spans_of_runs(np.full((rows, length), -1), multiple_of=multiple_of),
     )
 
 
@@ -174,20 +176,22 @@ def batch_from_rows(
     if starts is not None:
         is_start |= starts & ~padding
     if position_ids is not None:
-        is_start[:, 1:] |= (position_ids[:, 1:] != position_ids[:, :-1] + 1) & ~padding[:, 1:]
+        jumps = position_ids[:, 1:] != position_ids[:, :-1] + 1
+        is_start[:, 1:] |= jumps & ~padding[:, 1:]
     documents = torch.where(padding, -1, (is_start & ~padding).cumsum(1) - 1)
     if position_ids is None:
         # The distance to the last start: cummax carries its column to the right.
         columns = torch.arange(input_ids.shape[1]).expand_as(input_ids)
         position_ids = columns - torch.where(is_start, columns, 0).cummax(1).values
+    index = torch.arange(input_ids.numel()).view_as(input_ids)
     return Batch(
-        input_ids,
-        shift_labels(input_ids, documents) if labels is None else labels,
-        position_ids,
-        documents,
-        torch.arange(input_ids.numel()).view_as(input_ids) + first_row * input_ids.shape[1],
-        make_spans(documents),
-        extra or {},
+        input_ids=input_ids,
+        labels=shift_labels(input_ids, documents) if labels is None else labels,
+        position_ids=position_ids,
+        document_ids=documents,
+        token_index=index + first_row * input_ids.shape[1],
+        spans=make_spans(documents),
+        extra=extra or {},
     )
 
 
@@ -248,7 +252,7 @@ def make_spans(document_ids: Tensor, *, multiple_of: int = 1) -> Spans:
     """
     if document_ids.device.type != "cpu" or document_ids.ndim != 2:
         raise ValueError(
-            "spans: document_ids must be [B, S] on the host, got "
+            "make_spans: document_ids must be [B, S] on the host, got "
             f"{tuple(document_ids.shape)} on {document_ids.device}"
         )
     # Alignment padding takes the id of its piece, so that both are one run.
@@ -425,11 +429,14 @@ def batch_hash(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
         index = batch["token_index"] * to_int64(GOLDEN)
         total = torch.zeros_like(index)
         for name in ("input_ids", "labels", "position_ids"):
+            # The inner mix gives every place a key of its own, so that swapped values change the
+            # sum.
             key = to_int64(make_key(name))
             total += mix_bits_tensor(mix_bits_tensor(index + key) + batch[name])
         # Any mapping serves as a batch, and only a `Batch` has `extra`.
         for name in sorted(getattr(batch, "extra", {}).keys() - {*EXTRA_TENSORS}):
             total += _hash_column(name, batch[name], batch["token_index"])
+        # Row padding has id -1 and is left out; alignment padding, -2 - n, belongs to a piece.
         hashes.append(torch.where(batch["document_ids"] != -1, total, 0).sum())
     return torch.stack(hashes).sum()
 

@@ -124,8 +124,9 @@ def _make_positions(row_positions: ArrayLike | None, rows: IntArray, num_rows: i
         raise ValueError(
             f"collate_bins: row_positions must be [{rows.size}], one per row, got {positions.shape}"
         )
+    is_outside = (rows < -1) | (rows >= num_rows) | (positions < -1)
     # Index -1 alone is not a padding row: numpy would read it as the last row.
-    wrong = (rows < -1) | (rows >= num_rows) | ((rows < 0) != (positions < 0)) | (positions < -1)
+    wrong = is_outside | ((rows < 0) != (positions < 0))
     if wrong.any():
         raise ValueError(
             f"collate_bins: there are no rows {rows[wrong].tolist()}: bins has {num_rows}, from 0; "
@@ -157,6 +158,7 @@ def _write_rows(
             _view_read_only(bins.lengths),
         ),
         _view_read_only(corpus.offsets),
+        # Of a concatenated corpus only the parts have tokens; `_split_by_part` checks each of them.
         num_tokens=len(corpus.tokens) if is_flat else int(corpus.offsets[-1]),
         capacity=bins.capacity,
         multiple_of=bins.multiple_of,
@@ -179,6 +181,7 @@ def _write_rows(
             f"multiples of {bins.multiple_of}, or the corpus has fewer tokens than its offsets say"
         )
     write_fields(fields.reshape(5, -1), table, rows, positions, pad_id)
+    # Here the padding of a row is one span; for attention it becomes several short ones.
     lengths = cut_padding(table[LENGTH], table[NUMBER] < 0, multiple_of=bins.multiple_of)
     return table, spans_of_lengths(lengths)
 
@@ -248,10 +251,12 @@ def _clear_columns(
 ) -> dict[str, tuple[Column, np.ndarray[Any, Any]]]:
     """Allocate memory for each column of a corpus, and write 0 where it will have no value."""
     parts = getattr(corpus, "parts", None)
+    # All parts declare the same columns, as `concat_corpora` has checked.
     declared: Mapping[str, Column] = getattr(parts[0] if parts else corpus, "columns", {})
     columns = {}
     for name, column in declared.items():
-        values = np.empty((*shape, *column.inner), _WIDER.get(column.dtype, column.dtype))
+        dtype = _WIDER.get(column.dtype, column.dtype)
+        values = np.empty((*shape, *column.inner), dtype)
         # Only the places that no part will write: most of the memory is touched once.
         clear_column(_view_bits(values), table, column.width, int(column.of == "label"))
         columns[name] = column, values

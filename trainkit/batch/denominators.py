@@ -15,7 +15,7 @@ from trainkit.types import Denominator
 
 
 def make_divisors(denominator: Denominator) -> Denominator:
-    """Return the denominators of a step with 1 in place of 0; once a step is enough.
+    """Return the denominators of a step with 1 in place of 0; call it once per step.
 
     Examples:
         >>> import torch

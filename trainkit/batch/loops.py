@@ -17,11 +17,11 @@ SpanTable = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 The padding of a row is one column here; attention gets shorter spans of it (`cut_padding`).
 
-`BEGIN`: the first token of a span in the batch. `LENGTH`: its length with padding. `SIZE`: its
+`START`: the first token of a span in the batch. `LENGTH`: its length with padding. `SIZE`: its
 number of tokens, 0 for row padding. `NUMBER`: its document id, -1 for row padding. `DOCUMENT` and
 `SOURCE`: its document in the corpus, and its first token in the corpus.
 """
-BEGIN, LENGTH, SIZE, NUMBER, DOCUMENT, SOURCE = range(6)
+START, LENGTH, SIZE, NUMBER, DOCUMENT, SOURCE = range(6)
 
 
 @jit
@@ -39,8 +39,12 @@ def lay_out(  # noqa: PLR0917 (an array is a parameter)
     The spans of a row are its pieces in order, then its padding.
     """
     documents, starts, lengths = pieces
+    # The first pass counts spans, at most one of padding in each row, so that memory is allocated
+    # once.
     count = rows.size
     for index in range(rows.size):
+        # Compiled code reads outside of an array without an error, so every index is checked
+        # before.
         if rows[index] < -1 or rows[index] >= offsets.size - 1:
             return np.empty((6, 0), np.int64), index
         if rows[index] >= 0:
@@ -49,6 +53,7 @@ def lay_out(  # noqa: PLR0917 (an array is a parameter)
                 return np.empty((6, 0), np.int64), index
             count += end - first
     table = np.zeros((6, count), np.int64)
+    # The second pass writes them; a row's padding comes after its pieces.
     span = 0
     for index in range(rows.size):
         row = rows[index]
@@ -64,7 +69,7 @@ def lay_out(  # noqa: PLR0917 (an array is a parameter)
             last = min(corpus_offsets[document + 1], num_tokens)
             if source < 0 or source + length > last or filled + padded > capacity:
                 return table, index
-            table[BEGIN, span] = index * capacity + filled
+            table[START, span] = index * capacity + filled
             table[LENGTH, span] = padded
             table[SIZE, span] = length
             table[NUMBER, span] = piece - first
@@ -73,7 +78,7 @@ def lay_out(  # noqa: PLR0917 (an array is a parameter)
             filled += padded
             span += 1
         if filled < capacity:
-            table[BEGIN, span] = index * capacity + filled
+            table[START, span] = index * capacity + filled
             table[LENGTH, span] = capacity - filled
             table[NUMBER, span] = -1
             table[DOCUMENT, span] = -1
@@ -90,6 +95,7 @@ def write_fields(fields: Any, table: Any, rows: Any, positions: Any, pad_id: int
     capacity = token_index.size // rows.size
     for row in range(rows.size):
         target = token_index[row * capacity : (row + 1) * capacity]
+        # `token_index` counts the tokens of the global step, in which each row has a position.
         first = positions[row] * capacity
         if rows[row] < 0:
             target[:] = -1
@@ -103,8 +109,8 @@ def write_spans(fields: Any, table: Any, pad_id: int) -> None:
     """Write positions, document ids and padding."""
     # One loop per field: a loop that writes to one array at a time runs at the memory's speed.
     ids, labels, position_ids, document_ids = fields
-    starts = table[BEGIN]
-    ends = table[BEGIN] + table[LENGTH]
+    starts = table[START]
+    ends = table[START] + table[LENGTH]
     for span in range(starts.size):
         positions = position_ids[starts[span] : ends[span]]
         for i in range(positions.size):
@@ -117,15 +123,17 @@ def write_spans(fields: Any, table: Any, pad_id: int) -> None:
     for span in range(starts.size):
         size = table[SIZE, span]
         ids[starts[span] + size : ends[span]] = pad_id
+        # The last token of a piece predicts nothing; `max` is for row padding, whose size is 0.
         labels[starts[span] + max(size - 1, 0) : ends[span]] = IGNORED_LABEL
 
 
 @jit
 def copy_spans(ids: Any, labels: Any, tokens: Any, table: Any) -> Any:
     """Copy tokens into ids and, one place to the left, into labels; return the largest token."""
+    # In the tokens' dtype: numba makes a float64 of uint64 and int64.
     largest = tokens.dtype.type(0)
     for span in range(table.shape[1]):
-        start = table[BEGIN, span]
+        start = table[START, span]
         size = table[SIZE, span]
         first = table[SOURCE, span]
         target = ids[start : start + size]
@@ -144,10 +152,11 @@ def copy_spans(ids: Any, labels: Any, tokens: Any, table: Any) -> Any:
 def mask_labels(labels: Any, trained: Any, table: Any) -> None:
     """Ignore the labels that are outside the loss mask."""
     for span in range(table.shape[1]):
-        start = table[BEGIN, span]
+        start = table[START, span]
         size = table[SIZE, span]
         first = table[SOURCE, span]
         target = labels[start : start + max(size - 1, 0)]
+        # Place i has token i + 1 as its label, so it takes that token's mask.
         mask = trained[first + 1 : first + size]
         for i in range(target.size):
             target[i] = target[i] if mask[i] else IGNORED_LABEL
@@ -160,7 +169,7 @@ def clear_column(out: Any, table: Any, width: int, shift: int) -> None:
     A column has `width` values per token.
     """
     for span in range(table.shape[1]):
-        start = table[BEGIN, span]
+        start = table[START, span]
         end = start + table[LENGTH, span]
         out[(start + max(table[SIZE, span] - shift, 0)) * width : end * width] = 0
 
@@ -169,7 +178,8 @@ def clear_column(out: Any, table: Any, width: int, shift: int) -> None:
 def copy_column(out: Any, values: Any, table: Any, width: int, shift: int) -> None:
     """Copy the values of a column, `width` per token, `shift` places to the left in each piece."""
     for span in range(table.shape[1]):
-        start = table[BEGIN, span] * width
+        start = table[START, span] * width
+        # `shift` is 1 for a column of labels, and 0 for one of tokens.
         first = (table[SOURCE, span] + shift) * width
         size = max(table[SIZE, span] - shift, 0) * width
         target = out[start : start + size]

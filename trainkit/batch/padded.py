@@ -81,6 +81,7 @@ def shift_tokens(
                 )
             shifted[name] = value[1:]
         else:
+            # What has one entry for each token goes with the inputs, which lose their last.
             shifted[name] = value[:-1] if len(value) == length else value
     return shifted
 
@@ -105,6 +106,7 @@ def _needs_shift(sample: Mapping[str, Any], mode: str) -> bool:
         return True
     if len(input_ids) != len(labels):
         return False
+    # The last token has no next one to compare its label with.
     token = input_ids[:-1]
     label = labels[:-1]
     # Where a token is followed by another one, a label equal to the token itself is not shifted
@@ -156,6 +158,7 @@ def pad_stack(
             )
     dtype = first.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
+        # `iinfo` does not take bool.
         low, high = 0, 1
         if dtype != torch.bool:
             low = torch.iinfo(dtype).min
@@ -206,6 +209,7 @@ def pooling_mask(mask: Tensor, kind: Literal["first", "last", "all"]) -> Tensor:
         return tokens
     if kind == "first":
         first = torch.zeros_like(tokens)
+        # A slice, as a row may have no column.
         first[..., :1] = 1
         return first
     # The last token is the one with a single token from itself to the end of the row.

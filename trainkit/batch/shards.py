@@ -238,6 +238,7 @@ def _zigzag_batch(batch: Batch, share: Share, ends: IntArray) -> Batch:
         shard = zigzag_shard(x.flatten(0, 1), share, dim=0, cu_seqlens=bounds)
         return shard.view(rows, length // share.count, *x.shape[2:])
 
+    # Every rank gets two chunks of each document, so a shard has as many spans, each 1/N as long.
     spans = spans_of_lengths(batch.spans.lengths // share.count, device=batch.input_ids.device)
     tensors = [batch[name] for name in BATCH_TENSORS]
     if not all(_is_plain(x) and x.dtype == torch.int64 for x in tensors):
@@ -245,9 +246,10 @@ def _zigzag_batch(batch: Batch, share: Share, ends: IntArray) -> Batch:
     # One allocation for all five: separate ones take three times as long, in page faults.
     table = torch.empty(len(tensors), rows * length // share.count, dtype=torch.int64)
     for to, x in zip(table.numpy(), tensors, strict=True):
-        if not _copy_chunks(
+        is_copied = _copy_chunks(
             to, x.numpy().reshape(-1), rows * length, 1, bounds, share.index, share.count
-        ):
+        )
+        if not is_copied:
             return each_tensor(batch, shard_tensor, spans=spans)  # which raises the right error
     input_ids, labels, position_ids, document_ids, token_index = table.view(5, rows, -1).unbind()
     extra = {name: shard_tensor(x) for name, x in batch.extra.items()}
@@ -261,6 +263,7 @@ def _contiguous_batch(batch: Batch, share: Share, ends: IntArray) -> Batch:
     starts = ends - batch.spans.lengths
     # Where this rank's slice begins in the row of each span, which is the row of its last token.
     first = (np.maximum(ends - 1, starts) // length) * length + share.index * size
+    # The overlap of each span with the slice of its row; it is below 1 for spans outside.
     lengths = np.minimum(ends, first + size) - np.maximum(starts, first)
     spans = spans_of_lengths(lengths[lengths > 0], device=batch.input_ids.device)
 
@@ -405,15 +408,15 @@ def _copy_shard(x: Tensor, share: Share, dim: int, bounds: Any) -> Tensor | None
     source = x.view(bits).numpy()
     shape = list(x.shape)
     length = shape[dim]
+    # How many numbers one step along `dim` spans: those of all dimensions after it.
     inner = math.prod(shape[dim % len(shape) + 1 :])
     shape[dim] //= share.count
     out = np.empty(shape, source.dtype)
     # Flat arrays, so that numba compiles the loop once per size of elements, not per rank.
-    if _copy_chunks(
+    is_copied = _copy_chunks(
         out.reshape(-1), source.reshape(-1), length, inner, bounds, share.index, share.count
-    ):
-        return torch.from_numpy(out).view(x.dtype)
-    return None
+    )
+    return torch.from_numpy(out).view(x.dtype) if is_copied else None
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -441,14 +444,16 @@ def _copy_chunks(  # noqa: PLR0917 (keywords take numba 1 us)
     for row in range(len(source) // max(length * inner, 1)):
         end = 0
         for document in range(1, len(bounds)):
-            begin = end
+            start = end
             end = bounds[document]
-            size = np.int64((end - begin) * fraction + 0.5)
-            if end <= begin or end > length or size * 2 * count != end - begin:
+            # Rounding may be wrong for lengths that do not divide; the product below finds these.
+            size = np.int64((end - start) * fraction + 0.5)
+            if end <= start or end > length or size * 2 * count != end - start:
                 return False
             num_values = np.uintp(size * inner)
-            for start in (begin + rank * size, end - (rank + 1) * size):
-                first = np.uintp((row * length + start) * inner)
+            # Chunk r counts from the front, chunk 2N-1-r as many from the back.
+            for chunk in (start + rank * size, end - (rank + 1) * size):
+                first = np.uintp((row * length + chunk) * inner)
                 for i in range(num_values):
                     to[position + i] = source[first + i]
                 position += num_values
@@ -470,7 +475,8 @@ def _make_zigzag_index(function: str, bounds: IntArray, rank: int, count: int) -
     # range less the lengths of the ranges before it, plus a running number.
     starts = (bounds[:-1, None] + sizes[:, None] * chunks).reshape(-1)
     sizes = np.repeat(sizes, 2)
-    return np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(sizes.sum())
+    lengths_before = np.cumsum(sizes) - sizes
+    return np.repeat(starts - lengths_before, sizes) + np.arange(sizes.sum())
 
 
 def _select(x: Tensor, index: IntArray, dim: int) -> Tensor:
@@ -491,7 +497,8 @@ def _check_bounds(function: str, cu_seqlens: Any, length: int) -> IntArray:
             f"{bounds.dtype} {bounds.shape}"
         )
     bounds = bounds.astype(np.int64)
-    if bounds[0] != 0 or bounds[-1] != length or (np.diff(bounds) <= 0).any():
+    has_ends = bounds[0] == 0 and bounds[-1] == length
+    if not has_ends or (np.diff(bounds) <= 0).any():
         raise ValueError(
             f"{function}: cu_seqlens must rise from 0 to the length, {length}, got "
             f"{bounds.tolist()}"

@@ -103,6 +103,7 @@ def _split(tree: Any, count: int, spec: Any, even: bool, path: str) -> list[Any]
             )
         size = tree.shape[spec.dim]
         if not spec.stack:
+            # `tensor_split` takes the cuts between parts, without the end of the last.
             return list(tree.tensor_split(_get_ends(size, count, even, path)[:-1], spec.dim))
         if size != count:
             raise ValueError(
@@ -149,10 +150,11 @@ def _concat(parts: list[Any], spec: Any, path: str) -> Any:
         }
         return tree if isinstance(first, dict) else tuple(tree.values())
     _check_leaf("unshard_tree", first, path)
-    if spec is None:
+    if spec is None:  # the value that went into every part unchanged
         return first
     if isinstance(first, torch.Tensor):
         try:
+            # `torch.cat` rejects 0-d tensors.
             if first.ndim == 0:
                 return torch.stack(parts)
             return torch.stack(parts, spec.dim) if spec.stack else torch.cat(parts, spec.dim)

@@ -1,4 +1,4 @@
-# The table of contents, which __init__.py loads lazily: a corpus is opened without torch.
+# __init__.py imports these names when they are used: a corpus is opened without torch.
 from .cache import load_or_pack_bins as load_or_pack_bins
 from .concat import concat_corpora as concat_corpora
 from .concat import fingerprint as fingerprint

@@ -167,6 +167,7 @@ def _load_on_all_ranks(
     path: Path | None, key: _Key, make_plan: _MakePlan, axis: Axis, log: Log
 ) -> Bins:
     """Load or pack on rank 0, then on the others; raise DataError if bins differ."""
+    # Filled on every rank, while only hashes travel between ranks.
     local_bins: list[Bins] = []
 
     def lead() -> tuple[str, bool] | None:
@@ -219,6 +220,7 @@ def _load_or_write(path: Path, key: _Key, make_plan: _MakePlan, log: Log) -> tup
         pass
     except _UNUSABLE as error:
         damage = str(error)
+    # Packed first: a failure to write then costs nothing but the cache.
     plan = make_plan()
     num_rows = len(plan[0])
     try:
@@ -287,7 +289,8 @@ def _open(path: Path, key: _Key) -> _Plan:
         data = np.asarray(np.memmap(file, "<i8", mode="r", offset=start))
     arrays = np.split(data, np.cumsum([rows + 1, pieces, pieces]))
     offsets = arrays[0]
-    if offsets[0] != 0 or offsets[-1] != pieces or (np.diff(offsets) < 0).any():
+    has_ends = offsets[0] == 0 and offsets[-1] == pieces
+    if not has_ends or (np.diff(offsets) < 0).any():
         raise ValueError(f"its offsets do not rise from 0 to {pieces}")
     bins = Bins(*arrays, capacity=key["capacity"], multiple_of=key["multiple_of"])
     return bins, header["sha256"]

@@ -69,12 +69,14 @@ class ConcatCorpus:
         hashes: dict[str, str] = {}
         for index, part in enumerate(self.parts):
             for name, value in part.sources.items():
+                # Files in different folders may have one name.
                 hashes[f"{index}:{name}" if name in hashes else name] = value
         return hashes
 
     @property
     def columns(self) -> Mapping[str, Column]:
         """The further columns of a token, by name, the same in all parts."""
+        # `concat_corpora` has compared them with those of the other parts.
         return self.parts[0].columns
 
     def read(self, document: int, start: int, length: int) -> np.ndarray[Any, Any]:
@@ -125,6 +127,7 @@ def concat_corpora(parts: Iterable[TokenCorpus | ConcatCorpus]) -> ConcatCorpus:
     first_documents = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     offsets = np.zeros(first_documents[-1] + 1, np.int64)
     total = 0
+    # `total` counts the tokens of all parts so far.
     for part, first in zip(flat, first_documents.tolist(), strict=False):
         # A view of a longer corpus may begin anywhere in its tokens, so the first offset goes.
         offsets[first : first + len(part.offsets)] = part.offsets - part.offsets[0] + total
@@ -164,6 +167,7 @@ def fingerprint(corpus: Corpus) -> str:
         arrays["loss_mask"] = np.asarray(loss_mask)
     values: Mapping[str, Any] = getattr(corpus, "values", {})
     for name, column in getattr(corpus, "columns", {}).items():
+        # The declaration is part of the name, so that it counts in the hash too.
         arrays[f"column {name} {column.dtype} {column.of}"] = np.asarray(values[name])
     # Hashes of elements add up modulo 2^64, so the order of the arrays does not matter.
     total = sum(

@@ -131,12 +131,14 @@ def collect_documents(
     dtype = smallest_dtype(vocab_size)
     if dtype.name not in DTYPES:
         raise ValueError(f"a vocabulary has at most 2**32 tokens, got vocab_size={vocab_size}")
+    # Without a vocabulary an id only has to fit uint32.
     limit = vocab_size or 1 << 32
     # Byte arrays grow in place, so a stream of documents takes its final size once, not twice.
     tokens = bytearray()
     loss_mask = bytearray()
     values = {name: bytearray() for name in columns}
     offsets = array("q", [0])
+    # None until the first document decides it for all.
     has_mask: bool | None = None
     for origin, given in documents:
         document = check_document(given, limit, origin, columns=columns, has_mask=has_mask)
@@ -178,6 +180,7 @@ def iterate_documents(corpus: Corpus) -> Iterator[ArrayLike | Sample]:
         >>> list(iterate_documents(make_corpus([[1, 2], [3]])))
         [array([1, 2], dtype=uint32), array([3], dtype=uint32)]
     """
+    # A concatenated corpus has no flat tokens, but its parts have.
     for part in getattr(corpus, "parts", (corpus,)):
         mask = getattr(part, "loss_mask", None)
         columns = getattr(part, "values", {})
@@ -185,6 +188,7 @@ def iterate_documents(corpus: Corpus) -> Iterator[ArrayLike | Sample]:
             ids = part.tokens[start:end]
             values = {name: x[start:end] for name, x in columns.items()}
             if mask is not None:
+                # The mask is stored as bytes of 0 and 1, so a view will do.
                 yield Sample(ids, mask[start:end].view(np.bool_), values)
             elif values:
                 # Columns without a mask: a `Sample` needs one, and every token may be a label.

@@ -89,6 +89,7 @@ def scatter_batches(
                 return len(parts)
             # Everything that can fail happens here: after it the other ranks wait in a collective.
             buffers.extend(_make_buffers(parts, get_comm_device(axis)))
+            # The size that receivers allocate; 0 is the end of the source.
             return max((len(buffer) for buffer in buffers), default=0)
 
         size = run_on_all_ranks(make, axis)[0]
@@ -153,11 +154,13 @@ def _make_buffers(parts: Sequence[StepBatch], device: torch.device) -> list[Tens
     """Convert batches to uint8 buffers of equal size on a device."""
     serialized = [_serialize(part) for part in parts]
     size = max((len(data) for data in serialized), default=0)
-    return [torch.nn.functional.pad(x, (0, size - len(x))).to(device) for x in serialized]
+    padded = (torch.nn.functional.pad(data, (0, size - len(data))) for data in serialized)
+    return [data.to(device) for data in padded]
 
 
 def _serialize(batch: StepBatch) -> Tensor:
     """Convert a batch to uint8: the length of a safetensors file, and its bytes."""
+    # The cursor goes along as one tensor: its batch, then its stream.
     tensors = {"cursor": torch.tensor([batch.cursor.batch, *batch.cursor.stream])}
     for i, microbatch in enumerate(batch.microbatches):
         # Only tensors have a place in a safetensors file.
@@ -171,7 +174,8 @@ def _serialize(batch: StepBatch) -> Tensor:
             # Microbatches are views of one batch, which safetensors does not take.
             tensors[f"{i}/{name}"] = x.detach().cpu().clone().contiguous()
     data = torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
-    return torch.cat([torch.tensor([len(data)]).view(torch.uint8), data])
+    length = torch.tensor([len(data)])  # int64, which is 8 bytes
+    return torch.cat([length.view(torch.uint8), data])
 
 
 def _deserialize(data: Tensor) -> StepBatch:

@@ -49,6 +49,7 @@ def smallest_dtype(vocab_size: int | None) -> np.dtype[Any]:
     """Return the smallest unsigned dtype that fits a vocabulary; uint32 if it is unknown."""
     if vocab_size is None:
         return np.dtype("uint32")
+    # The dtype must hold the largest id, which is one below the size.
     return np.min_scalar_type(max(vocab_size - 1, 0))
 
 
@@ -68,6 +69,7 @@ def check_columns(function: str, columns: Mapping[str, Column] | None) -> dict[s
     for name in columns or {}:
         if not isinstance(name, str) or not name or name in _RESERVED_NAMES:
             raise ValueError(f"{function}: no column can be called {name!r}: a batch has its own")
+    # The hash of a token file covers the order of its columns, which must not depend on the caller.
     return dict(sorted((columns or {}).items()))
 
 
@@ -128,11 +130,13 @@ def check_document(
 
 def _check_ids(given: ArrayLike, limit: int, origin: str) -> np.ndarray[Any, Any]:
     ids = np.asarray(given)
+    # An empty list becomes an array of float64, so the dtype of no ids is not checked.
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise DataError(
             f"{origin} must be integers in one dimension, got {ids.dtype} {ids.shape}",
             where=origin,
         )
+    # Two passes without temporary memory; the mask of wrong ids is made only for the error.
     if ids.size and (ids.min() < 0 or ids.max() >= limit):
         worst = int(((ids < 0) | (ids >= limit)).argmax())
         raise DataError(
@@ -162,6 +166,7 @@ def _check_values(
     # An empty list becomes an array of float64 `(0,)`, whatever the column's dtype and shape.
     if not length and not values.size:
         return np.empty(shape, dtype)
+    # Integers may become floats, but floats never integers.
     if values.shape != shape or values.dtype.kind not in ("iuf" if dtype.kind == "f" else "iu"):
         raise DataError(
             f"{origin} must be {dtype} {shape}, for {length} tokens, "

@@ -60,6 +60,7 @@ def map_file(file: BinaryIO, path: Path) -> tuple[np.ndarray[Any, Any], MappedFi
     system.mmap.restype = ctypes.c_void_p
     system.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
     system.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    # Shared: the pages are those of the page cache, once for all processes of a machine.
     address = system.mmap(None, stat.st_size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
     if address == _FAILED:
         code = ctypes.get_errno()

@@ -106,6 +106,7 @@ def split_held_out(
         >>> rows.bins[0], held.bins[0]
         ([(0, 0, 2), (2, 0, 2)], [(1, 0, 1)])
     """
+    # Once for both packings: without a stored digest it takes a pass over all tokens.
     content = fingerprint(corpus)
 
     def pack(lengths: IntArray) -> PackedCorpus:
@@ -187,6 +188,7 @@ def concat_packed(packed: Mapping[str, PackedCorpus]) -> PackedCorpus:
     if not packed:
         raise ValueError("concat_packed: there is no corpus to join")
     (first_name, first), *others = packed.items()
+    # Rows of one batch have one length, and one alignment of pieces.
     for name, other in others:
         for field in ("capacity", "multiple_of"):
             expected = getattr(first.bins, field)
@@ -212,10 +214,12 @@ def concat_packed(packed: Mapping[str, PackedCorpus]) -> PackedCorpus:
             [part.bins for part in packed.values()], [len(corpus.offsets) - 1 for corpus in corpora]
         )
         return PackedCorpus(concat_corpora(corpora), bins, num_rows)
+    # A single table stays as it is, possibly mapped from a file.
     corpus = corpora[0]
     if not isinstance(corpus, ConcatCorpus):
         # Not concat_corpora, which would copy the offsets.
-        corpus = ConcatCorpus((corpus,), np.array([0, len(corpus.offsets) - 1]), corpus.offsets)
+        first_documents = np.array([0, len(corpus.offsets) - 1])
+        corpus = ConcatCorpus((corpus,), first_documents, corpus.offsets)
     return PackedCorpus(corpus, first.bins, num_rows)
 
 
@@ -224,6 +228,7 @@ def _concat_bins(tables: Sequence[Bins], num_documents: Sequence[int]) -> Bins:
 
     Each array is written once, in place: tables of 10^9 documents leave no room for a second copy.
     """
+    # Of each table the first piece, row and document in the result.
     pieces = np.cumsum([0, *(len(bins.documents) for bins in tables)]).tolist()
     rows = np.cumsum([0, *(len(bins) for bins in tables)]).tolist()
     first_documents = np.cumsum([0, *num_documents]).tolist()
@@ -231,11 +236,13 @@ def _concat_bins(tables: Sequence[Bins], num_documents: Sequence[int]) -> Bins:
     documents = np.empty(pieces[-1], np.int64)
     for i, bins in enumerate(tables):
         # Each table's first offset is the last one of the table before, so it is left out.
-        np.add(bins.offsets[1:], pieces[i], out=offsets[rows[i] + 1 : rows[i + 1] + 1])
+        row_ends = offsets[rows[i] + 1 : rows[i + 1] + 1]
+        np.add(bins.offsets[1:], pieces[i], out=row_ends)
         np.add(bins.documents, first_documents[i], out=documents[pieces[i] : pieces[i + 1]])
     return Bins(
         offsets=offsets,
         documents=documents,
+        # Starts and lengths count within a document, so they need no shift.
         starts=np.concatenate([bins.starts for bins in tables]),
         lengths=np.concatenate([bins.lengths for bins in tables]),
         capacity=tables[0].capacity,

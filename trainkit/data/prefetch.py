@@ -81,6 +81,7 @@ def prefetch_batches(
             "prefetch_batches: ahead must be at least 1 and timeout above 0, got "
             f"ahead={ahead}, timeout={timeout}"
         )
+    # Starts a thread at a cursor: for the first batch, and again after each jump.
     start = partial(_Worker, make_batch, ahead=ahead, device=_add_index(device))
     worker = start(cursor)
     next_cursor = cursor
@@ -92,6 +93,8 @@ def prefetch_batches(
         if is_closed:
             raise ValueError("prefetch_batches: next_batch was called after its block")
         if cursor is not None and cursor != next_cursor:
+            # A jump: prefetched batches are of another place. A thread that hangs is not waited for
+            # again.
             worker.close(0 if is_timed_out else timeout)
             worker = start(cursor)
             next_cursor = cursor
@@ -105,6 +108,7 @@ def prefetch_batches(
                 batch = _make_timeout_error(next_cursor, timeout)
                 arrival = None
             if isinstance(batch, StepBatch):
+                # The batch is in use from here on, and makes room for another one.
                 worker.room.release()
                 next_cursor = batch.cursor
                 return _synchronize(batch, arrival)
@@ -153,6 +157,7 @@ class _Worker:
     ) -> None:
         """Make batches while there is room, until the worker is closed or they end."""
         try:
+            # Copies to the device run on a stream of their own, in parallel with the computation.
             stream = None
             if device is not None and device.type == "cuda":
                 # The current device is a setting of the thread.
@@ -171,6 +176,7 @@ class _Worker:
     def close(self, timeout: float) -> None:
         """Stop the thread, and wait for the batch in preparation."""
         self.closed.set()
+        # Wakes a thread that waits for room, so that it sees `closed`.
         self.room.release()
         self.thread.join(timeout)
 

@@ -185,6 +185,8 @@ def make_dataset_batch(
         columns=columns,
         max_length=capacity if overlong == "error" else None,
     )
+    # `next_fit` with one document for each bin makes one row of each item, in the order of the
+    # items.
     bins = pack_bins(
         corpus.lengths,
         capacity,
@@ -193,11 +195,15 @@ def make_dataset_batch(
         multiple_of=multiple_of,
         max_documents=1,
     )
-    _check_row_length(bins, data_shard)
+    _check_row_length("make_dataset_batch", bins, data_shard)
+    # A batch of fewer rows is one microbatch, without padding rows up to the width.
     width = min(rows_per_microbatch, len(items))
+    # Ranks may have one item more or less, but need equally many rows: those of the longest,
+    # rounded up to full microbatches.
     rows = np.full(-(-len(items) // (share.count * width)) * width, -1)
     # An item without tokens has no row of bins, and stays a padding row in its place.
     rows[np.flatnonzero(corpus.lengths)] = np.arange(len(bins))
+    # From rows of this rank to positions in the global batch, from which `token_index` follows.
     positions = share.index + share.count * np.arange(len(rows))
     row_positions = np.where(rows < 0, -1, positions)
     batch = collate_bins(corpus, bins, rows, pad_id=pad_id, row_positions=row_positions)
@@ -238,6 +244,7 @@ def _read_items(
         vocab_size=vocab_size,
         columns=check_columns("make_dataset_batch", columns),
     )
+    # `pack_bins` would raise too, but name the document on this rank, not the item's index.
     if max_length is not None and (corpus.lengths > max_length).any():
         worst = int(corpus.lengths.argmax())
         raise DataError(
@@ -297,7 +304,7 @@ def make_microbatches(
         >>> part.input_ids.tolist()
         [[0, 1, 2, 3]]
     """
-    _check_row_length(packed.bins, data_shard)
+    _check_row_length("make_microbatches", packed.bins, data_shard)
     rows = np.asarray(rows)
     if rows.ndim != 1 or rows.dtype.kind not in "iu":
         raise ValueError(
@@ -318,6 +325,7 @@ def make_microbatches(
     # A table of this batch alone, so that a row's number is its position in the step.
     bins = select_rows(packed.bins, rows)
     sources = packed.source_of(rows)
+    # `[microbatches, rows]`, of which -1 is a padding row.
     positions = assign_rows(
         len(bins), data_shard.rows, rows_per_microbatch=rows_per_microbatch, costs=row_costs(bins)
     )
@@ -343,6 +351,8 @@ def add_noise_keys(microbatches: Iterable[Batch], *, seed: int, batch: int) -> l
     """
     result = []
     for microbatch in microbatches:
+        # Keys follow from a token's index in the global step, so dropout is the same in every
+        # layout.
         keys = make_token_keys(microbatch.token_index, seed=seed, step=batch)
         result.append(attrs.evolve(microbatch, extra={**microbatch.extra, "noise_key": keys}))
     return result
@@ -380,20 +390,18 @@ def make_eval_batches(
         >>> from trainkit.packing import pack_bins
         >>> from trainkit.types import Share
         >>> corpus = TokenCorpus(np.arange(40), np.arange(0, 41, 8))
-        >>> packed, places = (
-        ...     PackedCorpus(corpus, pack_bins(corpus.lengths, 8)),
-        ...     [Share(0, 2), Share(1, 2)],
-        ... )
+        >>> packed = PackedCorpus(corpus, pack_bins(corpus.lengths, 8))
+        >>> shards = [DataShard(Share(0, 2)), DataShard(Share(1, 2))]
         >>> [
-        ...     len(list(make_eval_batches(packed, data_shard=DataShard(x), rows_per_batch=2)))
-        ...     for x in places
+        ...     len(list(make_eval_batches(packed, data_shard=shard, rows_per_batch=2)))
+        ...     for shard in shards
         ... ]
         [2, 1]
     """
     share = data_shard.rows
     bins = packed.bins
     check_range("make_eval_batches", at_least=1, rows_per_batch=rows_per_batch)
-    _check_row_length(bins, data_shard)
+    _check_row_length("make_eval_batches", bins, data_shard)
     sources = packed.source_of(np.arange(len(bins)))
     # Contiguous runs, in which a rank reads its file from front to back.
     rows = np.array_split(np.arange(len(bins)), share.count)[share.index]
@@ -408,7 +416,7 @@ def make_eval_batches(
     )
 
 
-def _check_row_length(bins: Bins, data_shard: DataShard) -> None:
+def _check_row_length(function: str, bins: Bins, data_shard: DataShard) -> None:
     ring = data_shard.ring.count
     ulysses = data_shard.ulysses.count
     # A zigzag has two chunks for each rank of the ring, and Ulysses slices the shard of a ring's
@@ -416,8 +424,8 @@ def _check_row_length(bins: Bins, data_shard: DataShard) -> None:
     multiple = math.lcm(2 * ring if ring > 1 else 1, ring * ulysses)
     if bins.capacity % multiple:
         raise ConfigError(
-            f"make_step_batch: rows of {bins.capacity} tokens do not divide by ring = {ring} x 2 "
-            f"chunks and ulysses = {ulysses}; choose a row length that is a multiple of {multiple}",
+            f"{function}: rows of {bins.capacity} tokens do not divide by ring = {ring} x 2 chunks "
+            f"and ulysses = {ulysses}; choose a row length that is a multiple of {multiple}",
             where="ring, ulysses",
             got=bins.capacity,
             want=f"a multiple of {multiple}",
@@ -435,7 +443,7 @@ def _collate(
         documents = select_rows(bins, rows[rows >= 0]).documents
         parts = np.searchsorted(corpus.first_documents, documents, side="right") - 1
         for part in np.unique(parts):
-            if part < len(corpus.parts):
+            if part < len(corpus.parts):  # `collate_bins` rejects documents beyond the corpus
                 check_unchanged(corpus.parts[part])
     batch = collate_bins(corpus, bins, rows, pad_id=pad_id, row_positions=rows)
     if sources is None:

@@ -66,7 +66,8 @@ def add_router_losses(loss: NamedLoss, *, balance: float = 0.0, router_z: float 
         total, terms = loss(output.output, batch)
         num_tokens = (read_field("add_router_losses", batch, "document_ids") >= 0).sum()
         # A mean over layers, so that the weights do not depend on the depth.
-        router_sums = dict(zip(weights, output.sums[:, :2].mean(0).unbind(), strict=True))
+        layer_means = output.sums[:, :2].mean(0).unbind()
+        router_sums = dict(zip(weights, layer_means, strict=True))
         # Sums by name, as each is divided by its own denominator: the loss by its tokens, the
         # router terms by all tokens.
         totals = {**total} if isinstance(total, Mapping) else {loss.terms[0]: total}

@@ -101,10 +101,13 @@ class LabelColumns(Mapping[str, Tensor]):
         if name not in self._cache:
             x = self._columns[name]
             if self._ignored is not None:
-                x = x.masked_fill(self._ignored.view(-1, *(1,) * (x.ndim - 1)), 0)
+                # [T, 1, ...], for columns [T] and [T, k].
+                is_ignored = self._ignored.view(-1, *(1,) * (x.ndim - 1))
+                x = x.masked_fill(is_ignored, 0)
             self._cache[name] = x
         return self._cache[name]
 
+    # Mapping's own methods read the column to see whether it exists, and expect a KeyError.
     def __contains__(self, name: object) -> bool:
         return name in self._columns
 
@@ -291,6 +294,7 @@ def linear_sum(
         >>> linear_sum(Factors(torch.zeros(3, 8), torch.zeros(4, 8)), labels)
         tensor(2.7726)
     """
+    # No name for messages: `cast_factors` has checked the arguments.
     if chunk is None and axis.count == 1 and _fits_at_once(factors.weight, labels):
         return summed_cross_entropy("", _compute_logits(factors), labels)
     return linear_terms(factors, labels, [(token_loss, 1.0)], axis=axis, chunk=chunk)[0]
@@ -403,15 +407,16 @@ def _make_leaves(
     """Convert scores to leaves of a graph, with losses of 0 at ignored labels."""
 
     def measure() -> Tensor:
+        # Cut off from the logits: `slopes_` has the derivative of entropies by them.
         with torch.no_grad():
             entropies = compute_entropies(logits, scores.scale, axis)
         return entropies.requires_grad_(gradient)
 
     # An ignored token has the loss of some word, which terms must not see.
     losses = scores.losses.masked_fill(labels == IGNORED_LABEL, 0)
-    return TokenScores(
-        losses.requires_grad_(gradient), scores.normalizers.requires_grad_(gradient), measure
-    )
+    losses.requires_grad_(gradient)
+    normalizers = scores.normalizers.requires_grad_(gradient)
+    return TokenScores(losses, normalizers, measure)
 
 
 def weigh_terms(
@@ -506,13 +511,19 @@ def linear_in_chunks(
     """
     hidden, weight, bias, softcap = factors
     run_chunks = partial(
-        _run_chunks, compute=compute, chunk=chunk or get_chunk_size(weight, axis), softcap=softcap
+        _run_chunks,
+        compute=compute,
+        chunk=chunk or get_chunk_size(weight, axis),
+        softcap=softcap,
     )
+    # Tensors are arguments of the Function, whose gradients autograd asks for; the rest is bound.
     return run_untraced(_LinearInChunks, hidden.flatten(0, -2), weight, bias, run_chunks)
 
 
 def _fits_at_once(weight: Tensor, labels: Tensor) -> bool:
-    return labels.numel() * len(weight) <= _SMALL and weight.dtype == accumulation_dtype(weight)
+    # In 16 bits the plain path would round the logits, which the chunks keep in fp32.
+    is_exact = weight.dtype == accumulation_dtype(weight)
+    return labels.numel() * len(weight) <= _SMALL and is_exact
 
 
 def get_chunk_size(weight: Tensor, axis: Axis = SOLO) -> int:
@@ -549,6 +560,7 @@ class _LinearInChunks(torch.autograd.Function):
         run_chunks: Callable[..., Any],
     ) -> tuple[Tensor, Tensor]:
         values, gradients = run_chunks(hidden, weight, bias, needs=ctx.needs_input_grad[:3])
+        # Gradients for a derivative of 1 of the sum; backward multiplies them by the actual one.
         ctx.save_for_backward(*gradients)
         ctx.dtype = weight.dtype
         # Column 0 is the sum that is differentiated.
@@ -574,7 +586,9 @@ def cuts(size: int, part: int) -> list[slice]:
         >>> cuts(5, 3)
         [slice(0, 3, None), slice(3, 5, None)]
     """
-    return [slice(start, min(start + part, size)) for start in range(0, max(1, size), part)]
+    # An empty slice for 0 tokens: a rank without tokens must join the collectives.
+    starts = range(0, max(1, size), part)
+    return [slice(start, min(start + part, size)) for start in starts]
 
 
 def _run_chunks(
@@ -601,7 +615,8 @@ def _run_chunks(
     d_weight = weight.new_zeros(weight.shape, dtype=exact) if needs[1] else None
     d_bias = weight.new_zeros(len(weight), dtype=exact) if needs[2] else None
     # One buffer for all chunks: the system has to clear fresh memory, for each chunk again.
-    buffer = hidden.new_empty(min(chunk, len(hidden)) * len(weight), dtype=exact)
+    largest_chunk = min(chunk, len(hidden))
+    buffer = hidden.new_empty(largest_chunk * len(weight), dtype=exact)
     values = []
     for rows in cuts(len(hidden), chunk):
         logits, d_softcap = logits_of(factors, rows, slice(None), buffer, needs_slope=any(needs))
@@ -663,7 +678,10 @@ def exact_factors(factors: Factors) -> Factors:
     if factors.weight.is_cuda:
         return factors
     exact = accumulation_dtype(factors.weight)
-    return factors._replace(hidden=factors.hidden.to(exact), weight=factors.weight.to(exact))
+    return factors._replace(
+        hidden=factors.hidden.to(exact),
+        weight=factors.weight.to(exact),
+    )
 
 
 def logits_of(
@@ -690,7 +708,10 @@ def logits_of(
     """
     hidden = factors.hidden[rows]
     weight = factors.weight[words]
-    out = buffer[: len(hidden) * len(weight)].view(len(hidden), len(weight))
+    # The last chunk is smaller, and takes the front of the buffer.
+    num_tokens = len(hidden)
+    num_words = len(weight)
+    out = buffer[: num_tokens * num_words].view(num_tokens, num_words)
     if hidden.dtype == out.dtype:
         logits = torch.mm(hidden, weight.t(), out=out)
     else:  # bf16 factors on CUDA, with fp32 logits

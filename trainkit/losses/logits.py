@@ -107,7 +107,10 @@ def summed_cross_entropy(where: str, logits: Tensor, labels: Tensor, axis: Axis 
     # On a CPU the kernel checks each label itself; a check before would cost 15 us.
     try:
         return nn.functional.cross_entropy(
-            _flatten_exact(logits), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+            _flatten_exact(logits),
+            labels.flatten(),
+            ignore_index=IGNORED_LABEL,
+            reduction="sum",
         )
     except IndexError:
         check_values(where, labels, words=logits.shape[-1])
@@ -166,6 +169,7 @@ def z_loss(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO) -> Tensor:
     axis = make_vocabulary_axis(logits, axis, dim=-1)
     check_labels("z_loss", logits, labels, words=axis.total)
     flat = labels.flatten()
+    # Labels matter only for the mask; a sharded softmax computes their losses as well.
     if axis.count == 1:
         normalizers = _flatten_exact(logits).logsumexp(-1)
     else:
@@ -175,12 +179,14 @@ def z_loss(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO) -> Tensor:
 
 def _flatten_exact(logits: Tensor) -> Tensor:
     """Flatten logits to `[T, V]` in fp32 or fp64."""
+    # torch's log-softmax of bf16 logits rounds each log-probability to bf16.
     if logits.dtype not in (torch.float32, torch.float64):
         logits = logits.float()
     return logits.flatten(0, -2)
 
 
 def _pick_losses(logprobs: Tensor, labels: Tensor) -> Tensor:
+    # nll_loss gives 0 at ignored labels.
     return nn.functional.nll_loss(logprobs, labels, ignore_index=IGNORED_LABEL, reduction="none")
 
 
@@ -189,6 +195,7 @@ def _compute_each(logits: Tensor, labels: Tensor, axis: Axis) -> Tensor:
     flat = labels.flatten()
     if axis.count == 1:
         return _pick_losses(_flatten_exact(logits).log_softmax(-1), flat)
+    # Here an ignored token has the loss of some word.
     losses, _ = compute_scores(logits.flatten(0, -2), flat, axis)
     return losses.masked_fill(flat == IGNORED_LABEL, 0)
 
@@ -256,7 +263,8 @@ def check_values(function: str, labels: Tensor, *, words: int) -> None:
     """
     if can_read_values(labels):
         flat = labels.flatten()
-        wrong = (flat != IGNORED_LABEL) & ((flat < 0) | (flat >= words))
+        is_out_of_range = (flat < 0) | (flat >= words)
+        wrong = (flat != IGNORED_LABEL) & is_out_of_range
         if wrong.any():
             index = int(wrong.nonzero()[0])
             raise ValueError(
@@ -309,6 +317,7 @@ def read_field(where: str, batch: Mapping[str, Any], name: str) -> Tensor:
         ...
         ValueError: mine: the batch has no "labels" (it has input_ids); collate_bins makes them...
     """
+    # Not `name in batch` first: a `Batch` reads the tensor for that, too.
     try:
         return batch[name]
     except KeyError:

@@ -174,6 +174,7 @@ class _TokenLogprobs(torch.autograd.Function):
             # Ranks exchange once for each slice of tokens, after all of its words.
             scores.append(whole_scores(partials, axis))
         losses, normalizers = (torch.cat(x) for x in zip(*scores, strict=True))
+        # Two numbers per token in place of V logits: exp(logit - normalizer) is the softmax again.
         ctx.save_for_backward(hidden, weight, bias, labels, losses, normalizers)
         ctx.options = options
         ctx.tiles = tiles
@@ -198,7 +199,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for rows, parts in ctx.tiles:
             tile_shaping = shaping.of(rows)
             # The gradient of -log p is softmax - onehot, times the incoming derivative of each
-            # token.
+            # token, which is 0 for a label that the sampler excludes.
             d_losses = tile_shaping.known(-d_logprobs[rows], losses[rows])[:, None]
             for words in parts:
                 logits, d_softcap = logits_of(factors, rows, words, buffer, needs_slope=True)
@@ -210,6 +211,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 if d_softcap is not None:
                     logits.mul_(d_softcap)
                 d_logits = logits.to(factors.weight.dtype)
+                # The chain rule of logits = hidden @ weight.T + bias, tile by tile.
                 if d_hidden is not None:
                     add_product_(d_hidden[rows], d_logits, factors.weight[words])
                 if d_weight is not None:

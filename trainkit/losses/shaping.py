@@ -72,7 +72,7 @@ _RANGES: dict[str, tuple[Callable[[Any], Any], str, float]] = {
     "top_k": (
         lambda x: (x >= 1) & (x < math.inf),
         "at least 1, or None",
-        torch.iinfo(torch.int64).max,
+        torch.iinfo(torch.int64).max,  # `filter_top_k` clamps it to the vocabulary
     ),
     "top_p": (lambda x: (x > 0) & (x <= 1), "above 0 and at most 1", 1.0),
     "min_p": (lambda x: (x >= 0) & (x <= 1), "between 0 and 1", 0.0),
@@ -136,7 +136,10 @@ def unshaped_slopes_(slopes: Tensor, shaping: Shaping) -> Tensor:
         >>> unshaped_slopes_(torch.ones(1, 2), Shaping(temperature=0.5))
         tensor([[2., 2.]])
     """
-    return slopes if _is(shaping.temperature, 1.0) else slopes.div_(_column(shaping.temperature))
+    if _is(shaping.temperature, 1.0):
+        return slopes
+    # Filters need no derivative: an excluded word has a probability, and so a slope, of 0.
+    return slopes.div_(_column(shaping.temperature))
 
 
 def reshaped(logits: Tensor, shaping: Shaping) -> Tensor:
@@ -204,9 +207,12 @@ def filter_top_p(logits: Tensor, p: Each) -> Tensor:
     p = _column(p)
     # Ascending, so that the cumulative sum is the probability of a word and of all less likely
     # ones. At p = 1 rounding must exclude nothing.
-    excluded = (ascending.softmax(-1).cumsum(-1) <= 1 - p) & (torch.as_tensor(p) < 1)
+    excluded = ascending.softmax(-1).cumsum(-1) <= 1 - p
+    excluded = excluded & (torch.as_tensor(p) < 1)
     excluded[:, -1] = False  # the most likely token always remains
-    return logits.masked_fill(excluded.scatter(1, order, excluded), -torch.inf)
+    # From the sorted order back to that of the words.
+    excluded = excluded.scatter(1, order, excluded)
+    return logits.masked_fill(excluded, -torch.inf)
 
 
 def filter_min_p(logits: Tensor, p: Each) -> Tensor:
@@ -227,4 +233,5 @@ def _column(x: Each) -> Each:
 
 
 def _is(x: Each, value: float) -> bool:
+    # A tensor counts as another value: comparing it would be a host sync.
     return not isinstance(x, Tensor) and x == value

@@ -90,8 +90,10 @@ def gather_words(logits: Tensor, axis: Axis) -> Tensor:
     if not isinstance(axis, VocabularyAxis) or len(set(axis.words)) == 1:
         return all_gather_replicated(logits, axis, dim=-1)
     padded = nn.functional.pad(logits, (0, axis.largest - logits.shape[-1]))
-    parts = all_gather_replicated(padded, axis, dim=-1).split(axis.largest, dim=-1)
-    return torch.cat([x[..., :n] for x, n in zip(parts, axis.words, strict=True)], dim=-1)
+    gathered = all_gather_replicated(padded, axis, dim=-1)
+    parts = gathered.split(axis.largest, dim=-1)
+    sized_parts = zip(parts, axis.words, strict=True)
+    return torch.cat([x[..., :n] for x, n in sized_parts], dim=-1)
 
 
 def words_of_rank(whole: Tensor, axis: Axis) -> Tensor:
@@ -184,7 +186,8 @@ def scores_(logits: Tensor, labels: Tensor, axis: Axis) -> Scores:
     largest = all_max(largest_logits(logits), axis)
     picked = pick_own(logits.sub_(largest), index, own)
     # One all-reduce for both: the sum of exponentials, and the logit of the label from its rank.
-    sums = torch.cat([logits.exp_().sum(-1, keepdim=True), picked], dim=-1)
+    totals = logits.exp_().sum(-1, keepdim=True)
+    sums = torch.cat([totals, picked], dim=-1)
     total, picked = all_sum(sums, axis).unbind(-1)
     normalizers = total.log()
     return Scores(normalizers - picked, normalizers + largest.squeeze(-1), total.reciprocal())
@@ -203,7 +206,12 @@ class Partial(NamedTuple):
 
 
 def partial_scores_(
-    logits: Tensor, words: slice, labels: Tensor, axis: Axis, *, of: int
+    logits: Tensor,
+    words: slice,
+    labels: Tensor,
+    axis: Axis,
+    *,
+    of: int,
 ) -> Partial:
     """Compute the partial softmax over logits of some words `[T, W]`, for `whole_scores`.
 
@@ -247,9 +255,12 @@ def whole_scores(parts: Sequence[Partial], axis: Axis) -> tuple[Tensor, Tensor]:
         >>> whole_scores(parts, SOLO)  # log 4
         (tensor([1.3863]), tensor([1.3863]))
     """
-    maxima, totals, picked = (torch.stack(x) for x in zip(*parts, strict=True))
+    fields = zip(*parts, strict=True)
+    maxima, totals, picked = (torch.stack(x) for x in fields)
     largest = all_max(maxima.amax(0), axis)
-    sums = torch.stack([(totals * (maxima - largest).exp()).sum(0), picked.sum(0)])
+    # A partial sum is relative to its own maximum, and is scaled to that of all words.
+    scaled_totals = totals * (maxima - largest).exp()
+    sums = torch.stack([scaled_totals.sum(0), picked.sum(0)])
     total, label = all_sum(sums, axis).unbind()
     normalizers = total.log()
     # The label's logit was picked before the maximum was subtracted from it.
@@ -313,7 +324,11 @@ def slopes_(
 
 
 def own_words(
-    ids: Tensor, words: int, axis: Axis, *, part: slice = slice(None)
+    ids: Tensor,
+    words: int,
+    axis: Axis,
+    *,
+    part: slice = slice(None),
 ) -> tuple[Tensor, Tensor]:
     """Convert ids of words `[T, K]` to indices into this rank's shard, with a mask of its words.
 
@@ -339,7 +354,8 @@ def own_words(
     local = ids - (before + first)
     own = (local >= 0) & (local < end - first)
     wrong = (ids != IGNORED_LABEL) & ((ids < 0) | (ids >= total))
-    return local.masked_fill(~own, 0).masked_fill(wrong, end - first), own
+    index = local.masked_fill(~own, 0)
+    return index.masked_fill(wrong, end - first), own
 
 
 def compute_scores(logits: Tensor, labels: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
@@ -361,7 +377,10 @@ class _ComputeScores(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, logits: Tensor, labels: Tensor, axis: Axis
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        axis: Axis,
     ) -> tuple[Tensor, Tensor]:
         exponentials = logits.to(accumulation_dtype(logits), copy=True)
         scores = scores_(exponentials, labels, axis)
@@ -378,7 +397,12 @@ class _ComputeScores(torch.autograd.Function):
     ) -> tuple[Tensor, None, None]:
         exponentials, labels, scale = ctx.saved_tensors
         slopes = slopes_(
-            exponentials.clone(), labels, ctx.axis, d_losses, d_normalizers, scale=scale
+            exponentials.clone(),
+            labels,
+            ctx.axis,
+            d_losses,
+            d_normalizers,
+            scale=scale,
         )
         return slopes.to(ctx.dtype), None, None
 

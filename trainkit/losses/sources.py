@@ -83,6 +83,7 @@ def report_by_source(names: Sequence[str], loss: NamedLoss = next_token) -> Name
         source_counts = _sum_by_source(counts, batch["source"], len(names))
         # In the order of `source_terms`: sum, count, sum, count.
         values = [x for pair in zip(source_sums, source_counts, strict=True) for x in pair]
+        # A loss without a count of its own has one term, and drops the second value.
         terms = dict(zip(loss.terms, (total.detach(), counts.sum()), strict=False))
         return total, {**terms, **dict(zip(source_terms, values, strict=True))}
 

@@ -113,6 +113,7 @@ def declare_terms(
     """
 
     def decorate(function: Callable[[Any, Mapping[str, Any]], NamedTerms]) -> NamedLoss:
+        # Attributes of the function itself, which stays a plain `Loss`.
         loss = cast("NamedLoss", function)
         loss.terms = terms
         loss.per_token = per_token
@@ -163,7 +164,9 @@ def _read_logits(logits: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]
 
 def _compute_per_token(logits: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     logits, labels = _read_logits(logits, batch)
-    return *sum_and_parts("next_token", logits, labels, SOLO), (labels != IGNORED_LABEL).long()
+    total, losses = sum_and_parts("next_token", logits, labels, SOLO)
+    # Each label adds 1 to the denominator.
+    return total, losses, (labels != IGNORED_LABEL).long()
 
 
 def _compute_per_token_linear(
@@ -284,17 +287,21 @@ def _compute_terms(
     if isinstance(output, tuple):
         factors, labels, axis = read_output(where, output, batch)
         return linear_terms(factors, labels, terms, batch=batch, shaping=shaping, axis=axis)
+    # From logits that exist anyway: the same scores, differentiated by autograd.
     labels = read_field(where, batch, "labels")
     check_labels(where, output, labels, words=output.shape[-1])
     flat = labels.flatten()
     rows = output.to(accumulation_dtype(output)).flatten(0, -2)
     rows = reshaped(rows, shaping.flat(where, labels))
     logprobs = rows.log_softmax(-1)
-    losses = -logprobs.gather(-1, flat.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    # Clamped, as -100 is no index of a word; ignored tokens become 0 below.
+    index = flat.clamp(min=0).unsqueeze(-1)
+    losses = -logprobs.gather(-1, index).squeeze(-1)
 
     def entropies() -> Tensor:
         # 0 * -inf is NaN.
-        return -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0)).sum(-1)
+        finite_logprobs = logprobs.masked_fill(logprobs == -torch.inf, 0)
+        return -(logprobs.exp() * finite_logprobs).sum(-1)
 
     # A label that the sampler excludes has no gradient, as in `linear_terms`.
     losses = torch.where(losses == torch.inf, losses.detach(), losses)
@@ -327,6 +334,7 @@ def output_logprobs(
     return logprobs, LabelColumns(select_columns(batch, labels))
 
 
+# The count has weight 0: it is reported as a denominator, and not part of the gradient.
 _WEIGHTED = make_score_loss(
     {
         "loss": (
@@ -414,6 +422,7 @@ def chunk_loss(loss: NamedLoss, *, chunk: int | None = None) -> NamedLoss:
             # `linear_in_chunks` goes on.
             full = gather_words(logits, axis).detach().requires_grad_(gradient)
             with torch.set_grad_enabled(gradient):
+                # With a dimension of rows in front, as losses have in a batch: [1, T].
                 chunk_batch = {name: x[rows][None] for name, x in tokens.items()}
                 total, terms = loss(full[None], chunk_batch)
                 assert isinstance(total, Tensor)
@@ -421,7 +430,9 @@ def chunk_loss(loss: NamedLoss, *, chunk: int | None = None) -> NamedLoss:
                 (d_full,) = torch.autograd.grad(total, full)
                 # The contract of `OfLogits`: the logits become their gradient.
                 logits.copy_(words_of_rank(d_full, axis))
-            return torch.stack([total.detach(), *(terms[name] for name in loss.terms)])[None]
+            # [1, 1 + K]: the sum, which is differentiated, and the K reported terms.
+            reported = [terms[name] for name in loss.terms]
+            return torch.stack([total.detach(), *reported])[None]
 
         total, values = linear_in_chunks(factors, compute, axis=axis, chunk=chunk)
         return total, dict(zip(loss.terms, values.sum(0).unbind(), strict=True))
@@ -467,12 +478,14 @@ def add_terms(*weighted: tuple[NamedLoss, float]) -> NamedLoss:
             )
         if not math.isfinite(weight):
             raise ValueError(f"add_terms: the weight of {loss.terms} must be finite, got {weight}")
+    # Reported sums are a dictionary, in which a second term of a name would replace the first.
     names = tuple(term for loss, _ in weighted for term in loss.terms)
     repeated = sorted(term for term, count in Counter(names).items() if count > 1)
     if repeated:
         raise ValueError(
             f"add_terms: every term must have its own name, got {repeated} more than once"
         )
+    # Weights of losses multiply those of their terms, so that one pass has them all.
     scored = [(loss, weight) for loss, weight in weighted if loss.of_scores]
     others = [(loss, weight) for loss, weight in weighted if not loss.of_scores]
     of_scores = [(term, w * weight) for loss, weight in scored for term, w in loss.of_scores]
@@ -489,6 +502,7 @@ def add_terms(*weighted: tuple[NamedLoss, float]) -> NamedLoss:
         pairs = [(scored_loss, 1.0), *others] if in_one_pass else weighted
         results = [(loss(output, batch), weight) for loss, weight in pairs]
         terms = {name: value for (_, reported), _ in results for name, value in reported.items()}
+        # In the declared order, whatever was computed in one pass.
         terms = {name: terms[name] for name in names}
         totals = [(total, weight) for (total, _), weight in results]
         by_name = [
@@ -508,7 +522,7 @@ def _weigh_totals(
 ) -> Tensor | Mapping[str, Tensor]:
     """Return the weighted sum of totals; by name if one is, with single sums under `shared`."""
     single = [weight * total for total, weight in totals if not isinstance(total, Mapping)]
-    # sum() would begin with the integer 0, an addition more.
+    # sum() would start with the integer 0, an addition more.
     sums = {shared: sum(single[1:], single[0])} if single else {}
     if len(single) == len(totals):
         return sums[shared]
@@ -547,4 +561,5 @@ def average_terms(sums: Mapping[str, Tensor], tokens: Denominator) -> dict[str, 
             return total
         return total / (get_divisor(name, divisors) if count is None else count)
 
-    return {name: mean(name, total) for name, total in sums.items() if not name.endswith("/count")}
+    names = [name for name in sums if not name.endswith("/count")]
+    return {name: mean(name, sums[name]) for name in names}

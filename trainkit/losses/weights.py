@@ -43,6 +43,7 @@ def weight_by_microbatch(
         >>> weight_by_microbatch([batch], axis=SOLO)[0]["weights"]
         tensor([[0.5000, 0.0000, 0.5000]], dtype=torch.float64)
     """
+    # All tokens of a microbatch are in unit 0.
     labels = [read_field("weight_by_microbatch", batch, "labels") for batch in microbatches]
     return [
         _weight_by_unit(batch, x, torch.zeros_like(x), 1, axis=axis)
@@ -82,13 +83,19 @@ def weight_by_document(
         # A row cannot have more documents than tokens, over all ranks of the axis.
         max_documents = ids.shape[1] * axis.count
         rows = torch.arange(len(ids), device=ids.device).unsqueeze(1)
+        # Padding, below 0, joins a document with a weight of 0.
         units = rows * max_documents + ids.clamp(min=0)
         weighted.append(_weight_by_unit(batch, labels, units, len(ids) * max_documents, axis=axis))
     return weighted
 
 
 def _weight_by_unit(
-    batch: Mapping[str, Any], labels: Tensor, units: Tensor, count: int, *, axis: Axis
+    batch: Mapping[str, Any],
+    labels: Tensor,
+    units: Tensor,
+    count: int,
+    *,
+    axis: Axis,
 ) -> Any:
     """Divide the weight of each token by the sum over its unit, an index below `count`."""
     weights = (labels != IGNORED_LABEL).double()
@@ -99,7 +106,8 @@ def _weight_by_unit(
     sums = weights.new_zeros(count).scatter_add(0, units, weights.flatten())
     unit_weights = all_sum(sums, axis)[units].view(weights.shape)
     # A unit without weight has the mean 0, not 0 / 0.
-    return add_column(batch, "weights", torch.where(unit_weights == 0, 0, weights / unit_weights))
+    normalized = torch.where(unit_weights == 0, 0, weights / unit_weights)
+    return add_column(batch, "weights", normalized)
 
 
 def add_column(batch: Mapping[str, Any], name: str, column: Tensor) -> Mapping[str, Any]:

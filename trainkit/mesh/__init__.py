@@ -1,6 +1,6 @@
 """Processes and axes: launcher variables, the rendezvous of ranks, and the axes of a layout.
 
-`parallel_session` does all of it; `axis_from_group` makes an axis of somebody else's process group.
+`parallel_session` does all of it; `axis_from_group` makes an axis of an existing process group.
 """
 
 from trainkit.mesh.axes import axis_from_group, solo_parallel

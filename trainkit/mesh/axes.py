@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainkit.types import Axis, Layout, ParallelState, Share
 
+# All groups of ranks that an axis connects; every rank of the world is in one of them.
 Partition = tuple[tuple[int, ...], ...]
 
 
@@ -64,6 +65,7 @@ def make_groups(
     """
     groups: dict[Partition, dist.ProcessGroup] = {}
     for partition in partitions.values():
+        # Collectives on an axis of size 1 are the identity, and need no group.
         if partition in groups or len(partition[0]) == 1:
             continue
         if len(partition) == 1:  # all ranks: NCCL need not connect them twice
@@ -80,6 +82,7 @@ def _open_groups(
     if len(partition[0]) == 1:  # local synchronization, so that other ranks need not call it
         group = dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
     else:
+        # torch requires that every rank opens every group, in one order.
         groups = [dist.new_group(list(ranks), timeout=timeout) for ranks in partition]
         (group,) = [x for x, ranks in zip(groups, partition, strict=True) if rank in ranks]
     assert isinstance(group, dist.ProcessGroup)
@@ -108,6 +111,7 @@ def _make_root_mesh(
     if shards[0] not in dims and ("dp_replicate" in dims or len(shards) > 1):
         dims = [name for name in names if name in (*dims, shards[0])]
         singles = partitions[shards[0]]
+        # Only DeviceMesh needs this group of one rank.
         groups[singles] = groups.get(singles) or _open_groups(singles, dist.get_rank())
     if len(dims) == 1:
         return _make_flat_mesh(groups[partitions[dims[0]]], dims[0], device)
@@ -144,6 +148,7 @@ def make_state(
         May open groups of one rank, which it adds to `groups`; all ranks must call it.
     """
     mesh = _make_root_mesh(layout, partitions, groups, device, shards=("fsdp",))
+    # Without ep experts are sharded like everything else.
     experts = mesh
     if layout.ep > 1:
         experts = _make_root_mesh(layout, partitions, groups, device, shards=("expert_fsdp", "ep"))

@@ -38,6 +38,7 @@ def _whole_number(env: Mapping[str, str], name: str, *, low: int, high: int | No
             want=rule,
             hint="start with torchrun or srun, or unset RANK and WORLD_SIZE for one process",
         )
+    # Not only int(), which takes "1_000" and digits of other scripts.
     if not re.fullmatch(r"[+-]?[0-9]+", text.strip()) or not low <= int(text) < (
         high or int(text) + 1
     ):
@@ -62,6 +63,7 @@ def launch_from_torchrun(env: Mapping[str, str]) -> Launch:
     """
     world = _whole_number(env, "WORLD_SIZE", low=1)
     rank = _whole_number(env, "RANK", low=0, high=world)
+    # Launchers other than torchrun may leave it out, mostly for a single host.
     local = _whole_number(env, "LOCAL_RANK", low=0) if "LOCAL_RANK" in env else rank
     if world == 1:
         return Launch(rank, world, local)
@@ -88,6 +90,7 @@ def launch_from_slurm(env: Mapping[str, str]) -> Launch:
     local = _whole_number(env, "SLURM_LOCALID", low=0)
     if world == 1:
         return Launch(rank, world, local)
+    # A step may run on fewer hosts than its job has.
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
     # Up to the first comma outside of brackets: "gpu[07-08,11],cpu1" starts with "gpu[07-08,11]".
     first = re.match(r"(?:[^,\[\]]|\[[0-9]+[^\]]*\])+", nodes)
@@ -111,6 +114,7 @@ def read_launch(env: Mapping[str, str]) -> Launch:
         >>> read_launch({})
         Launch(rank=0, world=1, local_rank=0, address=None, port=None)
     """
+    # torchrun first: under `srun torchrun` a task of SLURM is an agent, not a rank.
     if "RANK" in env or "WORLD_SIZE" in env:
         return launch_from_torchrun(env)
     if "SLURM_PROCID" in env:
@@ -142,6 +146,7 @@ def describe_launch(env: Mapping[str, str]) -> list[str]:
     if env.get("SLURM_RESTART_COUNT", "0") != "0":
         count = env["SLURM_RESTART_COUNT"]
         notes.append(f"SLURM has started this job again (SLURM_RESTART_COUNT={count})")
+    # torchrun passes on the signals of this list, and dies of others.
     handled = env.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(",")
     if "SLURM_JOB_ID" in env and "TORCHELASTIC_RUN_ID" in env and "SIGUSR1" not in handled:
         notes.append(
@@ -166,6 +171,7 @@ def check_torch_version() -> None:
         >>> check_torch_version()
     """
     found = _version("torch")
+    # Of versions such as "2.13.0a0+cu130" only the first two numbers count.
     numbers = re.match(r"([0-9]+)\.([0-9]+)", found)
     if numbers is None or (int(numbers[1]), int(numbers[2])) < _OLDEST_TORCH:
         oldest = ".".join(map(str, _OLDEST_TORCH))

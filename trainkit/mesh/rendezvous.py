@@ -93,6 +93,7 @@ def open_world(
     try:
         dist.init_process_group(
             backend,
+            # A store may serve several sessions, whose keys must not meet.
             store=dist.PrefixStore(f"trainkit/{store[1]}", store[0]),
             rank=launch.rank,
             world_size=launch.world,
@@ -138,6 +139,7 @@ def check_groups(
             try:
                 total = _run_with_timeout(partial(_sum_ones, group, devices[kind]), seconds)
             except RuntimeError as error:
+                # torch's errors have several lines.
                 raise _make_group_error(group, backend, " ".join(str(error).split())) from error
             if total is None:
                 raise _make_group_error(group, backend, f"no answer for {seconds:g} s")
@@ -301,6 +303,7 @@ def _request_line(launch: Launch) -> str:
         socket.create_connection((launch.address, launch.port), 2.0) as connection,
     ):
         connection.settimeout(2.0)
+        # A store closes the connection, or says nothing: this is no message of its protocol.
         connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
         return connection.recv(64).decode(errors="replace").partition("\r\n")[0]
     return ""
@@ -329,6 +332,7 @@ def _make_listen_error(launch: Launch, error: str) -> ConfigError:
             where=place,
             hint="choose a MASTER_PORT above 1024",
         )
+    # Rank 0 is also a client of its store, and connects by MASTER_ADDR.
     if "timed out" in error:
         return ConfigError(
             f"parallel_session: rank 0 listens on port {launch.port}, but cannot reach itself at "
@@ -355,9 +359,12 @@ def _wait_for_listener(launch: Launch, deadline: float) -> None:
             if left > 0:
                 waits_for(f"rank 0 of {launch.world}")
                 time.sleep(min(pause, left))
+                # Short at first: mostly rank 0 starts at the same time.
                 pause = min(2 * pause, 0.5)
                 continue
             reason = error.strerror or str(error)
+            # A name that does not resolve is a wrong setting; anything else can be rank 0's
+            # failure.
             kind = ConfigError if isinstance(error, socket.gaierror) else PeerError
             raise kind(
                 f"parallel_session: rank {launch.rank} of {launch.world} was waiting for rank 0 "

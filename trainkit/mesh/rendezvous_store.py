@@ -121,6 +121,7 @@ def session_name(launch: Launch, store: dist.Store, deadline: float) -> str:
     """
     entries = _open_entries(store)
     own = Registration(launch.rank, launch.world, socket.gethostname(), os.getpid())
+    # An atomic counter: two processes of one rank get an entry each.
     index = entries.add("count", 1)
     entries.set(f"rank/{index}", orjson.dumps(attrs.asdict(own)).decode())
     if launch.rank == 0:
@@ -136,6 +137,7 @@ def session_name(launch: Launch, store: dist.Store, deadline: float) -> str:
         readers = verdict["registered"] - 1
         while entries.add("read", 0) < readers and time.monotonic() < read_deadline:
             time.sleep(0.02)
+    # There will be no session, and all ranks raise the same error.
     place = f"{launch.address}:{launch.port}"
     if "trouble" in verdict:
         raise ConfigError(
@@ -173,6 +175,7 @@ def _wait_for_ranks(entries: dist.Store, launch: Launch, deadline: float) -> Map
 
 def _read_registrations(entries: dist.Store, registrations: list[Registration]) -> None:
     """Append new registrations to a list."""
+    # Adding 0 reads a counter, also one that nobody has written yet, for which `get` would wait.
     count = entries.add("count", 0)
     # A rank counts itself before it writes its entry, so that the last one may not be there yet.
     while len(registrations) < count and entries.check([f"rank/{len(registrations) + 1}"]):
@@ -187,6 +190,7 @@ def _wait_for_verdict(entries: dist.Store, launch: Launch, deadline: float) -> M
     while not entries.check(["verdict"]):
         _read_registrations(entries, registrations)
         missing = missing_ranks(registrations, launch.world)
+        # Rank 0 has not decided, so that this rank reports what it sees itself.
         if time.monotonic() > deadline:
             return {"missing": missing, "registered": len(registrations)}
         if 0 in missing:  # with an agent's store; otherwise rank 0 reports missing ranks

@@ -56,6 +56,7 @@ def _get_local_device(launch: Launch) -> torch.device:
             want=f"< {torch.cuda.device_count()}",
         )
     device = torch.device("cuda", launch.local_rank)
+    # "cuda" without an index, and NCCL, mean the current device.
     torch.cuda.set_device(device)
     return device
 

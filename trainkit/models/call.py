@@ -36,6 +36,7 @@ def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
         >>> call_model(seen, {"input_ids": 1, "position_ids": 2, "spans": 3})
         (1, 2, 3)
     """
+    # Without labels, from which models of transformers would compute a loss of their own.
     return model(batch["input_ids"], position_ids=batch["position_ids"], spans=batch["spans"])
 
 
@@ -59,6 +60,7 @@ def call_routed(model: nn.Module, batch: Mapping[str, Any]) -> Any:
         spans=batch["spans"],
         noise_key=batch.get("noise_key"),
         is_token=batch["document_ids"] >= 0,
+        # A new one each time: an old tape would replay the choices of other tokens.
         tape=RoutingTape(),
         choices=batch.get("choices"),
     )
@@ -93,6 +95,7 @@ class CachedCall:
         '7'
     """
 
+    # Generation sees from the type whether a call can use a cache.
     call: Call
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
@@ -114,6 +117,7 @@ def call_with_cache(model: nn.Module, batch: Mapping[str, Any]) -> Any:
         batch["input_ids"],
         position_ids=batch["position_ids"],
         spans=batch["spans"],
+        # Dense decoders ignore it.
         is_token=batch["document_ids"] >= 0,
         cache=batch["cache"],
     )

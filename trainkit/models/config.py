@@ -14,6 +14,7 @@ from attrs.validators import optional
 
 from trainkit.types import ConfigError, check_range, non_negative, one_of, satisfies
 
+# Ranges are written as comparisons with both bounds, because NaN fails each of them.
 _POSITIVE = satisfies(lambda value: 0 < value < math.inf, "above 0 and finite")
 
 
@@ -77,6 +78,7 @@ class YarnScaling:
     @property
     def sharpening(self) -> float:
         """The factor of scores."""
+        # The paper's sqrt(1 / t) multiplies queries and keys alike, hence the square.
         return (0.1 * self.mscale * math.log(self.factor) + 1) ** 2
 
 
@@ -130,9 +132,9 @@ class LongRopeScaling:
     def __attrs_post_init__(self) -> None:
         factors = (*self.short, *self.long, self.attention_factor)
         lengths = (self.original_length, self.context)
-        is_valid = all(0 < x < math.inf for x in factors) and all(
-            1 <= x < math.inf for x in lengths
-        )
+        are_factors_valid = all(0 < x < math.inf for x in factors)
+        are_lengths_valid = all(1 <= x < math.inf for x in lengths)
+        is_valid = are_factors_valid and are_lengths_valid
         if not is_valid or len(self.short) != len(self.long):
             raise ValueError(
                 "LongRopeScaling: needs as many short as long factors, all above 0, an "
@@ -180,6 +182,7 @@ class Sliding:
 
     def layers(self, layers: int) -> list[int]:
         """Return the indices of the layers with a window, in a model of `layers` layers."""
+        # Counted from layer 0, also if windows start at a later layer.
         full = self.full_every
         return [i for i in range(self.first, layers) if not full or (i + 1) % full]
 
@@ -347,6 +350,7 @@ class Experts:
             check_groups("Experts", self.count, self.top_k, self.groups, self.groups_chosen)
         except ValueError as error:
             raise ConfigError(str(error), where="experts", got=attrs.asdict(self)) from None
+        # `softmax_topk` has none of these, so they would be ignored without a word.
         if self.scores == "softmax" and (self.biased or self.groups > 1 or self.scale != 1):
             raise ConfigError(
                 "Experts: a bias, groups and a scale are for scores='sigmoid'",
@@ -376,6 +380,7 @@ def check_groups(where: str, experts: int, top_k: int, groups: int, groups_chose
     Raises:
         ValueError: The groups do not divide the experts, or those of a token have too few.
     """
+    # The last condition: k experts must fit into the groups from which a token may choose.
     check_range(where, at_least=1, groups=groups, groups_chosen=groups_chosen)
     if experts % groups or groups_chosen > groups or top_k > groups_chosen * (experts // groups):
         raise ValueError(
@@ -459,36 +464,46 @@ class DecoderConfig:
     def __attrs_post_init__(self) -> None:
         for field in ("vocab_size", "width", "layers", "heads", "kv_heads", "mlp_width"):
             self._require(field, "at least 1", ok=1 <= getattr(self, field) < math.inf)
+        # Each key head serves the same number of query heads.
         is_divisor = self.heads % self.kv_heads == 0
         self._require("kv_heads", f"a divisor of heads = {self.heads}", ok=is_divisor)
         if self.latents is not None:
+            # `wkv` projects a latent to the keys and values of every query head.
             self._require("kv_heads", "heads, with latents", ok=self.kv_heads == self.heads)
             # These describe heads that are projected directly from the residual stream.
             for field in ("head_dim", "qk_norm", "qkv_bias", "out_bias", "rotary_dim", "positions"):
                 self._require(field, "left out, with latents", ok=not getattr(self, field))
         ok = self.head_dim is None or 1 <= self.head_dim < math.inf
         self._require("head_dim", "a finite number of at least 1", ok=ok)
-        ok = self.latents is not None or self.head_dim is not None or self.width % self.heads == 0
+        has_size = self.latents is not None or self.head_dim is not None
+        ok = has_size or self.width % self.heads == 0
         self._require("width", f"a multiple of heads = {self.heads}, or head_dim given", ok=ok)
-        ok = self.rotary_size >= 2 and self.rotary_size % 2 == 0
-        ok = self.positions is not None or (ok and self.rotary_size <= self.head_size)
+        # Rotary positions turn pairs of elements; with learned ones heads may have any size.
+        is_even = self.rotary_size >= 2 and self.rotary_size % 2 == 0
+        is_rotary_valid = is_even and self.rotary_size <= self.head_size
+        ok = self.positions is not None or is_rotary_valid
+        # The message names `rotary_dim` where the user set it, and else the size of a head.
         if self.rotary_dim is not None:
             self._require("rotary_dim", f"even, from 2 to head_size = {self.head_size}", ok=ok)
         self._require("head_size", "even and at least 2, for the rotary pairs", ok=ok)
         self._require("norm_eps", "positive", ok=0 < self.norm_eps < math.inf)
         self._require("rope_theta", "above 1", ok=1 < self.rope_theta < math.inf)
         self._require("dropout", "in [0, 1)", ok=0 <= self.dropout < 1)
+        # With `first` or `every` beyond the depth the model would be dense.
         ok = self.experts is None or bool(self.expert_layers)
         self._require("experts", f"in some of the {self.layers} layers", ok=ok)
         self._check_options()
 
     def _check_options(self) -> None:
+        # Options that are valid alone, and that no layer implements together.
         self._require("qk_norm", "False, True or 'wide'", ok=self.qk_norm in (False, True, "wide"))
+        # `WideNorm`, over the heads of all ranks, exists as an RMSNorm only.
         ok = self.qk_norm != "wide" or self.norm_config.kind == "rms"
         self._require("qk_norm", "per head, where norms are no RMSNorms", ok=ok)
         ok = self.experts is None or self.feed_forward in (None, FeedForward())
         self._require("feed_forward", "left out, with experts, which are SwiGLUs", ok=ok)
-        rotary = self.rope_scaling or self.rotary_dim or (self.sliding and self.sliding.rope_theta)
+        sliding_theta = self.sliding and self.sliding.rope_theta
+        rotary = self.rope_scaling or self.rotary_dim or sliding_theta
         ok = self.positions is None or not rotary
         self._require("positions", "left out, where rotary positions are configured", ok=ok)
         if isinstance(self.rope_scaling, LongRopeScaling):  # the others scale any number of pairs
@@ -531,6 +546,7 @@ class DecoderConfig:
     @property
     def score_scale(self) -> float | None:
         """The factor of attention scores; None for 1 / sqrt(head_size)."""
+        # Only YaRN sharpens scores.
         sharpening = getattr(self.rope_scaling, "sharpening", None)
         if sharpening is None and self.query_scalar is None:
             return None
@@ -539,6 +555,7 @@ class DecoderConfig:
     @property
     def max_length(self) -> int | None:
         """The maximum length of a document; None if the architecture sets none."""
+        # A learned table ends there; LongRoPE has chosen its factors for `context`.
         return self.positions or getattr(self.rope_scaling, "context", None)
 
     @property
@@ -582,7 +599,9 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         >>> parameter_shapes(config)["layers.1.attention.wk.weight"]
         (32, 64)
     """
+    # Names are those of `Decoder.named_parameters`, shapes those of torch: [out, in].
     width, norms, experts = config.width, config.norm_config, config.experts
+    # What every block has; its MLP follows, which only some layers replace by experts.
     block: dict[str, tuple[int, ...]] = {}
     for name in ["norm"] * norms.before + ["out_norm"] * norms.after:
         for half in ("attention", "mlp"):
@@ -592,6 +611,7 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     mlp = _mlp_shapes("mlp", width, config.mlp_width, config.feed_forward_config)
     expert_mlp: dict[str, tuple[int, ...]] = {}
     if experts is not None:
+        # The matrices of all experts are one tensor each, which a grouped product needs.
         expert_mlp["mlp.router.weight"] = (experts.count, width)
         expert_mlp["mlp.experts.gate"] = (experts.count, experts.width, width)
         expert_mlp["mlp.experts.up"] = (experts.count, experts.width, width)
@@ -601,10 +621,12 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, width)}
     if config.positions is not None:
         shapes["positions.weight"] = (config.positions, width)
+    # Layers differ in their MLPs alone: a sliding window and rotary positions have no parameters.
     for i in range(config.layers):
         layer = block | (expert_mlp if i in config.expert_layers else mlp)
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
     shapes |= _norm_shapes("norm", width, config)
+    # A tied model has one matrix for both, under the embedding's name.
     if not config.tied:
         shapes["head.weight"] = (config.vocab_size, width)
     return shapes
@@ -614,6 +636,7 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     width, size, latents = config.width, config.head_size, config.latents
     if latents is not None:
         return _latent_shapes(config, latents)
+    # Heads need not fill the stream: with a `head_dim` of its own, q_width may differ from width.
     q_width, kv_width = config.heads * size, config.kv_heads * size
     shapes: dict[str, tuple[int, ...]] = {
         "wq.weight": (q_width, width),
@@ -626,6 +649,7 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if config.out_bias:
         shapes["wo.bias"] = (width,)
     if config.qk_norm:
+        # A norm per head has one weight for all heads, a wide one a weight for each element.
         is_wide = config.qk_norm == "wide"
         shapes |= _norm_shapes("q_norm", q_width if is_wide else size, config)
         shapes |= _norm_shapes("k_norm", kv_width if is_wide else size, config)
@@ -638,22 +662,29 @@ def _norm_shapes(name: str, size: int, config: DecoderConfig) -> dict[str, tuple
 
 
 def _latent_shapes(config: DecoderConfig, latents: Latents) -> dict[str, tuple[int, ...]]:
-    width, heads, rank, kv_rank = config.width, config.heads, latents.query_rank, latents.kv_rank
+    width, heads = config.width, config.heads
+    rank, kv_rank = latents.query_rank, latents.kv_rank
     shapes: dict[str, tuple[int, ...]] = {
         "wq.weight": (heads * config.head_size, rank or width),
         "kv_latent.weight": (kv_rank, width),
         **_norm_shapes("kv_latent_norm", kv_rank, config),
+        # One rotary key, without a factor of heads: all heads share it.
         "k_rotary.weight": (latents.rotary, width),
+        # Keys without positions and values, fused in one matrix, head by head.
         "wkv.weight": (heads * (latents.plain + latents.values), kv_rank),
         "wo.weight": (width, heads * latents.values),
     }
     if rank is not None:
-        shapes |= {"q_latent.weight": (rank, width), **_norm_shapes("q_latent_norm", rank, config)}
+        shapes["q_latent.weight"] = (rank, width)
+        shapes |= _norm_shapes("q_latent_norm", rank, config)
     return shapes
 
 
 def _mlp_shapes(
-    name: str, width: int, inner: int, config: FeedForward
+    name: str,
+    width: int,
+    inner: int,
+    config: FeedForward,
 ) -> dict[str, tuple[int, ...]]:
     linears = {"gate": (inner, width)} if config.gated else {}
     linears |= {"up": (inner, width), "down": (width, inner)}

@@ -94,6 +94,7 @@ def whole_logits(output: Tensor | tuple[Any, ...]) -> Tensor:
     if isinstance(output, Tensor):
         return output
     hidden, weight, axis, softcap = Hidden(*output)
+    # The cap acts on each logit alone, so it is the same before and after the gather.
     own = apply_softcap(nn.functional.linear(hidden, weight), softcap)
     return gather_words(own, make_vocabulary_axis(weight, axis))
 
@@ -120,6 +121,7 @@ class Attention(nn.Module):
     The number of heads follows from the shapes of the weights, so it also works on a shard of them.
     """
 
+    # For `bare`, which fuses the three products in generation.
     joined: ClassVar[Joined] = {"projected": ("wq", "wk", "wv")}
 
     def __init__(self, config: DecoderConfig, *, attend: Attend, window: int | None) -> None:
@@ -153,15 +155,23 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Map `[B, S, D]` to `[B, S, D]`; `attend`, that of a cache, replaces the module's own."""
         q, k, v = self.projected(x)
+        # A wide norm sees all heads together; the other kind sees one head at a time.
         if self.qk_norm == "wide":
             q, k = self.q_norm(q), self.k_norm(k)
+        # To [B, S, heads, head_size], with this rank's number of heads.
         q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in (q, k, v))
         if self.qk_norm and self.qk_norm != "wide":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotated(q, k, rotary)
         attend = attend or self.attend
         out = attend(
-            q, k, v, spans=spans, scale=self.scale, window=self.window, softcap=self.softcap
+            q,
+            k,
+            v,
+            spans=spans,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
         )
         return self.wo(out.flatten(2))
 
@@ -183,6 +193,7 @@ class Block(nn.Module):
         self.dropout = config.dropout
         self.slides = int(name.rpartition(".")[2]) in config.sliding_layers
         window = config.sliding.window if config.sliding and self.slides else None
+        # Norms that this family lacks are identities, which have no parameters to load.
         norm = partial(make_norm, config, config.width)
         before = norm if config.norm_config.before else nn.Identity
         after = norm if config.norm_config.after else nn.Identity
@@ -212,13 +223,14 @@ class Block(nn.Module):
         """Map `[B, S, D]` to `[B, S, D]`; without a `noise_key` there is no dropout.
 
         `rotary` has the tables of layers with full attention and of layers with a sliding window.
-        With experts the layer's row of `Routed.sums` is returned as well.
+        With experts the layer's row of `RoutedOutput.sums` is returned as well.
         """
         attend = None if cache is None else cache.attend(self.name)
         table = rotary[1] if self.slides else rotary[0]
         branch = self.attention(self.attention_norm(x), rotary=table, spans=spans, attend=attend)
         if self.normed_after:
             branch = self.attention_out_norm(branch)
+        # Dropout is on the branch alone: the stream itself keeps every token.
         x = x + _drop(branch, noise_key, of=self, name="attention", p=self.dropout)
         normal = self.mlp_norm(x)
         if not isinstance(self.mlp, ExpertMlp):
@@ -229,17 +241,30 @@ class Block(nn.Module):
         # The numbers of tokens per expert vary, which torch.compile cannot trace.
         call = torch.compiler.disable(_call) if torch.compiler.is_compiling() else _call
         branch, sums = call(
-            self.mlp, normal, spans=spans, is_token=is_token, tape=tape, noise_key=noise_key
+            self.mlp,
+            normal,
+            spans=spans,
+            is_token=is_token,
+            tape=tape,
+            noise_key=noise_key,
         )
         branch = self.mlp_out_norm(branch)
         return x + _drop(branch, noise_key, of=self, name="mlp", p=self.dropout), sums
 
 
+# A function: torch.compiler.disable would wrap a module in an OptimizedModule.
 def _call(module: nn.Module, x: Tensor, **kwargs: Any) -> Any:
     return module(x, **kwargs)
 
 
-def _drop(x: Tensor, noise_key: Tensor | None, *, of: Block | None, name: str, p: float) -> Tensor:
+def _drop(
+    x: Tensor,
+    noise_key: Tensor | None,
+    *,
+    of: Block | None,
+    name: str,
+    p: float,
+) -> Tensor:
     """Apply dropout to the residual stream, whose features are all on every rank."""
     if noise_key is None or p == 0:
         return x
@@ -250,7 +275,14 @@ def _drop(x: Tensor, noise_key: Tensor | None, *, of: Block | None, name: str, p
     return _apply_dropout(x, noise_key, of, name, p)
 
 
-def _apply_dropout(x: Tensor, noise_key: Tensor, of: Block | None, name: str, p: float) -> Tensor:
+def _apply_dropout(
+    x: Tensor,
+    noise_key: Tensor,
+    of: Block | None,
+    name: str,
+    p: float,
+) -> Tensor:
+    # The layer's name in the whole model, so that a pipeline stage draws the same noise.
     full_name = name if of is None else f"{of.name}.{name}"
     return counters.dropout(x, noise_key, name=full_name, p=p, width=x.shape[-1])
 
@@ -308,10 +340,14 @@ class Decoder(nn.Module):
             }
         )
         self.norm: nn.Module | None = make_norm(config, config.width)
+        # A tied model has no head: `_project` multiplies by the embedding's weight.
         self.head: Head | None = None
         if not config.tied:
             self.head = Head(
-                config.width, config.vocab_size, output=head, softcap=config.logit_softcap
+                config.width,
+                config.vocab_size,
+                output=head,
+                softcap=config.logit_softcap,
             )
 
     def forward(
@@ -350,6 +386,7 @@ class Decoder(nn.Module):
                 or there are experts and no `is_token`.
         """
         noise_key = self._check_noise_key(noise_key)
+        # A stage after the first gets hidden states, with experts a `RoutedOutput` of them.
         x, *earlier_sums = input_ids if isinstance(input_ids, tuple) else (input_ids,)
         x = self._embed(x, position_ids, noise_key)
         rotary = self._make_rotary(position_ids, dtype=x.dtype)
@@ -362,9 +399,11 @@ class Decoder(nn.Module):
                 "Decoder: with experts it needs is_token, False for padding; models.call_routed "
                 "passes it: call=tk.models.call_routed"
             )
+        # One row for each expert layer of the whole model; earlier stages have filled theirs.
         dtype = torch.promote_types(x.dtype, torch.float32)
         sums = earlier_sums[0] if earlier_sums else x.new_zeros(self._sums_shape, dtype=dtype)
         rows = [*sums]
+        # Choices that came with the batch cover all layers; this stage reads only its own.
         tape = tape or RoutingTape()
         names = [f"layers.{i}.mlp" for i in self.config.expert_layers]
         if choices is not None:
@@ -391,13 +430,17 @@ class Decoder(nn.Module):
         if self.norm is None:
             return x
         x = self.norm(x)
+        # Generation needs the last token of each prompt; logits are the largest tensor.
         if cache is not None and cache.last is not None:
             x = x.index_select(1, cache.last)
         if self.head is not None:
             return self.head(x)
         assert self.embedding is not None
         return project(
-            x, self.embedding.weight, output=self.output, softcap=self.config.logit_softcap
+            x,
+            self.embedding.weight,
+            output=self.output,
+            softcap=self.config.logit_softcap,
         )
 
     def boundary(self, batch: Mapping[str, Any]) -> Tensor | RoutedOutput:
@@ -419,17 +462,20 @@ class Decoder(nn.Module):
 
     @property
     def _sums_shape(self) -> tuple[int, int]:
-        """The shape of `Routed.sums`."""
+        """The shape of `RoutedOutput.sums`."""
+        # Three sums (balance, z-loss, dropped choices), then a count for each expert.
         assert self.config.experts is not None
         return len(self.config.expert_layers), 3 + self.config.experts.count
 
     def _embed(self, input_ids: Tensor, position_ids: Tensor, noise_key: Tensor | None) -> Tensor:
+        # The last stage of a tied model has an embedding too, as its output weight.
         if not self.embeds or self.embedding is None:
             return input_ids
         x = self.embedding(input_ids)
         if self.config.embedding_scale is not None:
             # Rounded to the dtype first, as Hugging Face does.
-            x = x * float(torch.tensor(self.config.embedding_scale, dtype=x.dtype, device="cpu"))
+            scale = torch.tensor(self.config.embedding_scale, dtype=x.dtype, device="cpu")
+            x = x * float(scale)
         if self.positions is not None:
             x = x + self.positions(position_ids)
         return _drop(x, noise_key, of=None, name="embedding", p=self.config.dropout)
@@ -454,8 +500,10 @@ class Decoder(nn.Module):
         """Return the tables of layers with full attention and with a window, in at least fp32."""
         if self.config.positions is not None:
             return None, None
+        # bf16 has 8 bits of precision: positions above 256 would collide.
         table_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         frequencies, sliding = self.frequencies(table_dtype, position_ids.device)
+        # Only LongRoPE has a factor. Layers with a base of their own are not scaled.
         factor = getattr(self.config.rope_scaling, "attention_factor", 1.0)
         table = rotary_table(position_ids, frequencies, factor=factor)
         return table, table if sliding is None else rotary_table(position_ids, sliding)
@@ -472,6 +520,7 @@ class Decoder(nn.Module):
 
 def _make_mlps(config: DecoderConfig, balance: Balance) -> Iterator[nn.Module]:
     """Yield the feed-forward layer of each block."""
+    # Expert layers are numbered among themselves: the rows of `RoutedOutput.sums`.
     numbers = {layer: number for number, layer in enumerate(config.expert_layers)}
     for i in range(config.layers):
         if config.experts is None or i not in numbers:
@@ -524,10 +573,13 @@ def decoder_stage(model: Decoder, layers: range, *, first: bool, last: bool) -> 
 
 def _copy_without_children(model: Decoder) -> Decoder:
     """Return a module of the same class and attributes, without children, hooks or parameters."""
+    # Not `Decoder.__init__`, which would allocate every layer of the model again.
     result = type(model).__new__(type(model))
     nn.Module.__init__(result)
+    # What `nn.Module` set just now (children, hooks, parameters) stays empty.
     of_module = set(result.__dict__)
-    result.__dict__.update({k: v for k, v in model.__dict__.items() if k not in of_module})
+    attributes = {k: v for k, v in model.__dict__.items() if k not in of_module}
+    result.__dict__.update(attributes)
     result.training = model.training
     return result
 
@@ -553,5 +605,6 @@ def build_decoder(
     weights = init_weights(config, seed=seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            # The box of the full parameter starts at index 0 of every dimension.
             parameter.copy_(weights(name, parameter.shape, (0,) * parameter.ndim))
     return model

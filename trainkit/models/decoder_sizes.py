@@ -32,11 +32,13 @@ def list_decoder_sizes() -> dict[str, DecoderConfig]:
         >>> list(list_decoder_sizes())[:5]
         ['tiny', '10m', '60m', '125m', '350m']
     """
+    # What the members of a family share; published models have the values of their configs.
     small = partial(_make_config, tied=True)
     llama = partial(_make_config, vocab_size=128_256, norm_eps=1e-5, rope_theta=500_000.0)
     llama_3_1 = partial(llama, rope_scaling=Llama3Scaling(8.0))
     llama_3_2 = partial(llama, rope_scaling=Llama3Scaling(32.0), tied=True)
     mixtral = partial(_make_config, vocab_size=32_000, rope_theta=1_000_000.0)
+    # Heads of 128 at any width, so the projections are not square (width 1,024: 16 * 128).
     qwen3 = partial(
         _make_config,
         vocab_size=151_936,
@@ -45,6 +47,7 @@ def list_decoder_sizes() -> dict[str, DecoderConfig]:
         rope_theta=1_000_000.0,
         qk_norm=True,
     )
+    # An expert of Mixtral is as wide as its dense MLP; of Qwen3, eight together are.
     of_8 = Experts(count=8, top_k=2, width=14_336)
     small_of_128 = Experts(count=128, top_k=8, width=768)
     large_of_128 = Experts(count=128, top_k=8, width=1_536)
@@ -132,6 +135,7 @@ def make_decoder_config(
     """
     sizes = list_decoder_sizes()
     if name not in sizes:
+        # A cutoff of 0 finds a nearest name, however far.
         near = difflib.get_close_matches(name, sizes, n=1, cutoff=0.0)[0]
         raise ValueError(
             f"make_decoder_config: no size is named {name!r}, the nearest is {near!r}; "
@@ -182,8 +186,10 @@ def config_from_facts(facts: Mapping[str, Any]) -> DecoderConfig:
     kinds: dict[str, Any] = {"rope_scaling": next(scaling_kinds, Llama3Scaling), **PARTS}
     try:
         for name, kind in kinds.items():
+            # Absent or null: an option that did not exist yet, or one that is off.
             if values.get(name) is not None:
                 values[name] = kind(**values[name])
         return DecoderConfig(**values)
+    # attrs raises TypeError for a keyword that it does not know, or that it misses.
     except TypeError as error:
         raise ValueError(f"config_from_facts: these are not a decoder's: {error}") from error

@@ -105,20 +105,33 @@ def ep_dispatch(
         >>> rows.flatten().tolist(), counts.tolist()
         ([1.0, 2.0, 1.0, 2.0], [2, 1, 1])
     """
+    # Stable: an expert's rows keep the order of their tokens.
     order = indices.flatten().argsort(stable=True)
     inverse = _invert(order)
     rows = _SortRows.apply(x, order, inverse, counts)
     if axis.count == 1:
-        counts = torch.cat([counts[:-1], len(order) - counts[:-1].sum(0, keepdim=True)])
+        # Rows of padding, zeros at the end, go to the last expert: experts compute every row.
+        others = counts[:-1]
+        last = len(order) - others.sum(0, keepdim=True)
+        counts = torch.cat([others, last])
         return Dispatched(rows, counts, Route(order, inverse))
+    # Each rank sends the others the numbers of rows for each of their experts.
     equal = [len(counts) // axis.count] * axis.count
     arriving = all_to_all_rows(counts, axis, sent=equal, received=equal, length=len(counts))
     both = torch.stack([counts, arriving]).unflatten(1, (axis.count, -1))
     sent, received = both.sum(-1).tolist()  # the host sync
+    # Rows arrive by rank, and from each rank by expert; here they are sorted by expert alone.
     local_experts = torch.arange(both.shape[-1], device=x.device).repeat(axis.count)
     expert_of_row = local_experts.repeat_interleave(arriving, output_size=sum(received))
     arrived = expert_of_row.argsort(stable=True)
-    route = Route(order, inverse, tuple(sent), tuple(received), arrived, _invert(arrived))
+    route = Route(
+        order=order,
+        inverse=inverse,
+        sent=tuple(sent),
+        received=tuple(received),
+        arrived=arrived,
+        back=_invert(arrived),
+    )
     dtype = rows.dtype
     rows = all_to_all_rows(
         rows.to(wire_dtype or dtype),
@@ -127,7 +140,8 @@ def ep_dispatch(
         received=received,
         length=sum(received),
     ).to(dtype)
-    return Dispatched(_gather_rows(rows, arrived, route.back), both[1].sum(0), route)
+    local_counts = both[1].sum(0)  # over the ranks that the rows come from
+    return Dispatched(_gather_rows(rows, arrived, route.back), local_counts, route)
 
 
 def ep_dispatch_keys(keys: Tensor, route: Route, axis: Axis = SOLO) -> Tensor:
@@ -217,7 +231,8 @@ def ep_combine(
 
 
 def _invert(order: Tensor) -> Tensor:
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    positions = torch.arange(len(order), device=order.device)
+    return torch.empty_like(order).scatter_(0, order, positions)
 
 
 class _SortRows(torch.autograd.Function):
@@ -228,7 +243,11 @@ class _SortRows(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, counts: Tensor
+        ctx: Any,
+        x: Tensor,
+        order: Tensor,
+        inverse: Tensor,
+        counts: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.chosen = max(len(order) // max(len(x), 1), 1)
@@ -253,7 +272,10 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor
+        ctx: Any,
+        rows: Tensor,
+        order: Tensor,
+        inverse: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(order, inverse)
         return rows.index_select(0, order)
@@ -275,7 +297,11 @@ class _WeightedSum(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor
+        ctx: Any,
+        rows: Tensor,
+        weights: Tensor,
+        order: Tensor,
+        inverse: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(rows, weights, order, inverse)
         y = _sum_rows(rows.to(weights.dtype), inverse.view_as(weights), weights)
@@ -286,6 +312,7 @@ class _WeightedSum(torch.autograd.Function):
         ctx: Any, d_y: Tensor
     ) -> tuple[Tensor, Tensor, None, None]:
         rows, weights, order, inverse = ctx.saved_tensors
+        # y_t = sum of w_tj row_tj, so dw_tj = <dy_t, row_tj> and drow_tj = w_tj dy_t.
         token = order // weights.shape[1]
         products = d_y.index_select(0, token).to(weights.dtype).mul_(rows)
         d_weights = products.sum(-1).index_select(0, inverse).view_as(weights)

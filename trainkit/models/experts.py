@@ -128,7 +128,8 @@ def check_tape(
         # Sorted, so that neighbors are compared instead of all pairs of a token's choices.
         ordered = x.sort().values
         exist = (ordered[:, 0] >= 0) & (ordered[:, -1] < experts.count)
-        is_valid = (exist & (ordered.diff() > 0).all(-1) | ~is_token.flatten()).all()
+        are_distinct = (ordered.diff() > 0).all(-1)
+        is_valid = (exist & are_distinct | ~is_token.flatten()).all()
         if not can_read_values(x):
             unread.append(is_valid)
         elif not is_valid:
@@ -168,7 +169,8 @@ def grouped_linear(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
         [2.0, 3.0, 0.0]
     """
     # torch leaves rows past the last offset uninitialized, in the result and in the gradient.
-    is_unused = (torch.arange(len(rows), device=rows.device) >= counts.sum()).unsqueeze(-1)
+    index = torch.arange(len(rows), device=rows.device)
+    is_unused = (index >= counts.sum()).unsqueeze(-1)
     product = grouped_product(rows.masked_fill(is_unused, 0), counts, weight)
     return product.masked_fill(is_unused, 0)
 
@@ -182,6 +184,7 @@ def grouped_product(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
         [2.0, 3.0]
     """
     weight = weight.to(rows.dtype)  # under autocast they may differ
+    # The rows past the counts are one more part, for which the result is zero.
     if not can_group(rows, weight):
         sizes = counts.tolist()
         *parts, rest = rows.split([*sizes, len(rows) - sum(sizes)])
@@ -292,7 +295,10 @@ class Router(nn.Module):
         self.register_buffer("bias", zeros)
 
     def forward(
-        self, x: Tensor, is_token: Tensor | None, indices: Tensor | None
+        self,
+        x: Tensor,
+        is_token: Tensor | None,
+        indices: Tensor | None,
     ) -> tuple[Routing, Tensor]:
         """Map tokens `[T, D]` to their routing, and to their logits `[T, E]`."""
         # fp32 even under autocast: in bf16 close scores are equal, and ties decide the choice.
@@ -327,7 +333,13 @@ class ExpertMlp(nn.Module):
     """A mixture-of-experts feed-forward layer; `number` is its index among such layers."""
 
     def __init__(
-        self, width: int, experts: Experts, *, name: str, number: int, balance: Balance
+        self,
+        width: int,
+        experts: Experts,
+        *,
+        name: str,
+        number: int,
+        balance: Balance,
     ) -> None:
         super().__init__()
         self.name = name
@@ -350,7 +362,7 @@ class ExpertMlp(nn.Module):
         tape: RoutingTape,
         noise_key: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Map `[B, S, D]` to `[B, S, D]` and to the layer's row `[3 + E]` of `Routed.sums`."""
+        """Map `[B, S, D]` to `[B, S, D]`, and to its row `[3 + E]` of `RoutedOutput.sums`."""
         tokens = x.flatten(0, 1)
         config = self.router.experts
         router_input = tokens
@@ -382,7 +394,8 @@ class ExpertMlp(nn.Module):
         balance = balance_loss_sum(routing, load, experts=config.count)
         z = (logits.logsumexp(-1).square() * mask).sum()  # ST-MoE's router z-loss, summed
         dropped = (routing.counts - limited.counts).sum().to(z.dtype)
-        return y, torch.cat([torch.stack([balance, z, dropped]), routing.counts.to(z.dtype)])
+        sums = torch.stack([balance, z, dropped])
+        return y, torch.cat([sums, routing.counts.to(z.dtype)])
 
     def _compute_load(self, routing: Routing, spans: Spans) -> Tensor:
         """Return each expert's fraction of the choices over the tokens that `balance` names."""
@@ -466,12 +479,18 @@ def update_expert_bias(bias: Tensor, counts: Tensor, *, rate: float | Tensor) ->
     if not isinstance(rate, Tensor):
         check_range("update_expert_bias", at_least=0, rate=rate)
     counts = counts.to(torch.float64)
-    return bias + rate * (counts.mean(-1, keepdim=True) - counts).sign().to(bias.dtype)
+    # 1 for an expert that is chosen too rarely, -1 for one that is chosen too often.
+    direction = (counts.mean(-1, keepdim=True) - counts).sign()
+    return bias + rate * direction.to(bias.dtype)
 
 
 @torch.no_grad()
 def update_routers_(
-    stages: Iterable[nn.Module], counts: Tensor, *, rate: float, applied: Tensor | bool = True
+    stages: Iterable[nn.Module],
+    counts: Tensor,
+    *,
+    rate: float,
+    applied: Tensor | bool = True,
 ) -> Tensor:
     """Update the loads and biases of a model's routers from the choices of a step, once a step.
 
@@ -503,7 +522,9 @@ def update_routers_(
     """
     check_range("update_routers_", at_least=0, rate=rate)
     biases = torch.zeros(counts.shape, dtype=torch.float32, device=counts.device)
-    for layer in (x for stage in stages for x in stage.modules() if isinstance(x, ExpertMlp)):
+    layers = [x for stage in stages for x in stage.modules() if isinstance(x, ExpertMlp)]
+    for layer in layers:
+        # A stage has some of the layers; `number` is the row in the counts of all of them.
         router = layer.router
         experts = len(router.load)
         if counts.ndim != 2 or layer.number >= len(counts) or counts.shape[1] != experts:
@@ -520,7 +541,8 @@ def update_routers_(
         if isinstance(applied, bool):
             applied = torch.full((), applied, device=layer_counts.device)
         # `where` and no `if`: `applied` may be on the device, and reading it would be a host sync.
-        load = (layer_counts / layer_counts.sum().clamp(min=1)).to(router.load.dtype)
+        load = layer_counts / layer_counts.sum().clamp(min=1)
+        load = load.to(router.load.dtype)
         router.load.copy_(torch.where(applied, load, router.load))
         if router.bias is not None:
             bias = update_expert_bias(router.bias, layer_counts, rate=rate)

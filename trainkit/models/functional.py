@@ -47,13 +47,17 @@ def bare(module: Any) -> Any:
         ...     [x.shape[-1] for x in bare(attention).projected(torch.ones(1, 1, 128))]
         [128, 128, 128]
     """
+    # Instance attributes alone: a `forward` among them replaces that of the class.
     fields = vars(module)
     is_replaced = fields.get("_compiled_call_impl") is not None or "forward" in fields
     if is_replaced or any(fields[hooks] for hooks in _HOOKS):
         return module
+    # By the exact type: an adapted or quantized layer computes something else.
     mixin: Any = _FAST.get(type(module))
     ready = None if mixin is None else mixin.prepare(module)
-    result = object.__new__(mixed_class(Bare if ready is None else mixin, type(module)))
+    result_class = mixed_class(Bare if ready is None else mixin, type(module))
+    # Without __init__, which would allocate the parameters anew.
+    result = object.__new__(result_class)
     children = {
         name: None if child is None else bare(child) for name, child in fields["_modules"].items()
     }
@@ -63,6 +67,7 @@ def bare(module: Any) -> Any:
     for method in getattr(module, "constant", ()):
         vars(result)[method] = cache(getattr(module, method))
     for method, names in getattr(module, "joined", {}).items():
+        # Large, sharded or biased ones are not ready, and then the method stays as it is.
         matrices: list[Any] = [getattr(children.get(name), "ready", None) for name in names]
         if all(matrix is not None for matrix in matrices):
             sizes = [matrix.shape[1] for matrix in matrices]
@@ -75,6 +80,7 @@ class Bare(nn.Module):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        # Python looks up `__call__` on the class, so it is set once per derived class.
         cls.__call__ = cls.forward
 
 
@@ -87,8 +93,10 @@ class BareLinear(Bare):
     def prepare(linear: Linear) -> Tensor | None:
         """Return the transposed matrix; None if it is large or sharded, or there is a bias."""
         weight = linear.weight
+        # Exactly a Parameter: DTensors and quantized weights are subclasses of Tensor.
         is_plain = type(weight) is nn.Parameter and linear.bias is None
-        return weight.t().contiguous() if is_plain and weight.numel() <= _MAX_COPIED else None
+        is_small = is_plain and weight.numel() <= _MAX_COPIED
+        return weight.t().contiguous() if is_small else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply with the matrix."""
@@ -105,6 +113,7 @@ class BareRMSNorm(Bare):
     def prepare(norm: nn.RMSNorm) -> Tensor | None:
         """Return the weight times sqrt(D); None if the shortcut does not apply."""
         weight = norm.weight
+        # Without an eps torch takes that of the input's dtype.
         if norm.eps is None or weight is None or weight.ndim > 1:
             return None
         is_fp32_on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
@@ -114,7 +123,8 @@ class BareRMSNorm(Bare):
         """Compute x w sqrt(D) / sqrt(sum(x^2) + D eps), which saves the division of the mean."""
         if x.dtype != torch.float32:
             return super().forward(x)
-        scale = x.square().sum(-1, keepdim=True).add_(x.shape[-1] * self.eps).rsqrt_()
+        squares = x.square().sum(-1, keepdim=True)
+        scale = squares.add_(x.shape[-1] * self.eps).rsqrt_()
         return (x * scale).mul_(self.ready)
 
 

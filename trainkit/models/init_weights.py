@@ -43,6 +43,7 @@ def init_weights(config: DecoderConfig, *, seed: int) -> Weights:
     def weights(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
         if name not in shapes:
             raise ValueError(f"init_weights: {name!r} is no parameter of this decoder")
+        # A box past the end would silently draw values that no full parameter has.
         full_shape = shapes[name]
         is_inside = len(shape) == len(offset) == len(full_shape) and all(
             start >= 0 and start + size <= full
@@ -57,8 +58,10 @@ def init_weights(config: DecoderConfig, *, seed: int) -> Weights:
             return torch.full(tuple(shape), 0.0 if config.norm_config.kind == "offset" else 1.0)
         if name.endswith(".bias"):
             return torch.zeros(tuple(shape))
+        # Each layer adds two branches to the stream, whose variance would grow with the depth.
         is_residual = name.endswith((".wo.weight", ".down.weight", ".experts.down"))
         std = (full_shape[-1] * (2 * config.layers if is_residual else 1)) ** -0.5
+        # A counter-based generator: an element's noise is a function of its index alone.
         return counters.normal(make_key(seed, name), shape, offset).mul_(std)
 
     return weights

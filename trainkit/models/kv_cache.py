@@ -93,9 +93,18 @@ def _attend(
 ) -> Tensor:
     if torch.compiler.is_compiling():  # it writes to tensors that are no inputs of a graph
         return torch.compiler.disable(_attend)(
-            cache, layer, q, k, v, spans=spans, scale=scale, window=window, softcap=softcap
+            cache,
+            layer,
+            q,
+            k,
+            v,
+            spans=spans,
+            scale=scale,
+            window=window,
+            softcap=softcap,
         )
     q, k, v = match_dtypes(q, k, v)
+    # Prompts, concatenated in one row: they attend to themselves, as in training.
     if cache.slots is not None:
         assert cache.rows is not None
         assert cache.last is not None
@@ -104,18 +113,25 @@ def _attend(
                 # Zeros: slots without a token are masked, but a mask does not remove NaN.
                 shape = len(cache.last), x.shape[2], cache.length, x.shape[3]
                 tensors[layer] = x.new_zeros(shape)
+            # Tokens without a slot, at the end of the batch, are row padding.
             tensors[layer][cache.rows, :, cache.slots] = x[0, : len(cache.slots)]
         return varlen(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap)
-    keys, values, end = cache.keys[layer], cache.values[layer], cache.end
+    # One new token for each row of text; they stand side by side in the batch's one row.
+    keys = cache.keys[layer]
+    values = cache.values[layer]
+    end = cache.end
     rows, heads, _, size = keys.shape
     padding = q.shape[1] - rows  # row padding after the newest tokens
     if padding:
         q, k, v = q[:, :rows], k[:, :rows], v[:, :rows]
     for tensor, x in ((keys, k), (values, v)):
         tensor.select(2, end - 1).copy_(x.reshape(rows, heads, -1))
+    # All rows end at `end`, so that a window is the same slice for each of them.
     start = max(0, end - window) if window else 0
-    seen = None if cache.seen is None else cache.seen.narrow(3, start, end - start)
-    keys, values = keys.narrow(2, start, end - start), values.narrow(2, start, end - start)
+    count = end - start
+    seen = None if cache.seen is None else cache.seen.narrow(3, start, count)
+    keys = keys.narrow(2, start, count)
+    values = values.narrow(2, start, count)
     queries = q.reshape(rows, heads, -1, size)  # the query heads of a group as queries of one head
     out = attend_slots(queries, keys, values, seen=seen, scale=scale, softcap=softcap)
     out = out.reshape(1, rows, -1, out.shape[-1])
@@ -149,10 +165,12 @@ def attend_slots(
         >>> torch.equal(attend_slots(q, k, v), v)
         True
     """
+    # SDPA has no soft cap, and no fused kernel on a CPU for values of another size than keys.
     if softcap is None and k.shape[-1] == v.shape[-1]:
         attention = nn.functional.scaled_dot_product_attention
         return attention(q, k, v, attn_mask=seen, scale=scale)
-    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.transpose(-1, -2)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = (q * scale) @ k.transpose(-1, -2)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if seen is not None:

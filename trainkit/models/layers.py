@@ -46,6 +46,7 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 class Mlp(nn.Module):
     """SwiGLU (Shazeer, "GLU variants improve transformer", 2020), or the MLP of a `FeedForward`."""
 
+    # For `bare`: both products have the same input.
     joined: ClassVar[Joined] = {"opened": ("gate", "up")}
 
     def __init__(self, width: int, inner: int, config: FeedForward | None = None) -> None:
@@ -91,14 +92,16 @@ class OffsetNorm(nn.Module):
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.empty(size)), eps
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., size]` to `[..., size]`."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         # 1 + weight is rounded in fp32: bf16 would lose weights below 1/256.
         scale = 1 + self.weight.to(dtype)
-        return nn.functional.rms_norm(x.to(dtype), scale.shape, scale, self.eps).to(x.dtype)
+        normal = nn.functional.rms_norm(x.to(dtype), scale.shape, scale, self.eps)
+        return normal.to(x.dtype)
 
 
 class WideNorm(nn.Module):
@@ -106,15 +109,19 @@ class WideNorm(nn.Module):
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        # `size` stays that of all heads when tensor parallelism shards the weight.
-        self.weight, self.size, self.eps = nn.Parameter(torch.empty(size)), size, eps
+        self.weight = nn.Parameter(torch.empty(size))
+        # Stays that of all heads when tensor parallelism shards the weight.
+        self.size = size
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., size]`, or this rank's shard of the last dimension, to the same shape."""
+        # In bf16 a sum of squares would lose the small ones.
         y = x.to(torch.promote_types(x.dtype, torch.float32))
         # Divided by the full size, also on a shard: `summed` then adds those of the other ranks.
         mean = self.summed(y.square().sum(-1, keepdim=True)) / self.size
-        return (y * torch.rsqrt(mean + self.eps) * self.weight.to(y.dtype)).to(x.dtype)
+        normal = y * torch.rsqrt(mean + self.eps)
+        return (normal * self.weight.to(y.dtype)).to(x.dtype)
 
     def summed(self, squares: Tensor) -> Tensor:
         """Return the sum over all ranks; tensor parallelism overrides it with a collective."""

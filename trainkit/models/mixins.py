@@ -42,6 +42,7 @@ def mixed_class(mixin: type, base: type) -> Any:
         True
     """
     mixed = new_class(f"{mixin.__name__}{base.__name__}", (mixin, base))
+    # It would be `types`, where `new_class` itself is.
     mixed.__module__ = mixin.__module__
     return mixed
 
@@ -101,8 +102,11 @@ def take_out_(target: Any, mixin: type) -> None:
 def _without(mixin: type, mixed: type) -> type:
     if not issubclass(mixed, mixin):
         raise TypeError(f"take_out_: {mixed.__name__} does not have the mixin {mixin.__name__}")
+    # A mixed class has two bases, the mixin and the class before it: a list, outermost first.
     outer, *rest = mixed.__bases__
-    return rest[0] if outer is mixin else mixed_class(outer, _without(mixin, rest[0]))
+    if outer is mixin:
+        return rest[0]
+    return mixed_class(outer, _without(mixin, rest[0]))
 
 
 def wrap_forward_(module: Any, wrap: Callable[[Forward], Forward]) -> None:

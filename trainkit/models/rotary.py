@@ -44,6 +44,7 @@ def rotary_frequencies(
     if isinstance(scaling, YarnScaling):
         unscaled = _find_unscaled(frequencies, scaling, theta=theta)
     else:
+        # Llama 3: the full turns within the original context decide how much is scaled.
         turns = scaling.original_length / (2 * math.pi) * frequencies
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         unscaled = ((turns - low) / (high - low)).clamp(0, 1)
@@ -53,15 +54,20 @@ def rotary_frequencies(
 def _find_unscaled(frequencies: Tensor, scaling: YarnScaling, *, theta: float) -> Tensor:
     """Return YaRN's weight of each unscaled frequency: a ramp from 1 to 0 over the pairs."""
     head_dim = 2 * len(frequencies)
-    # Pair i turns original_length / (2 pi) * theta^(-2i / head_dim) times; solved for i.
-    first, last = (
-        head_dim * math.log(scaling.original_length / (2 * math.pi * turns)) / 2 / math.log(theta)
-        for turns in (scaling.beta_fast, scaling.beta_slow)
-    )
+
+    def find_pair(turns: float) -> float:
+        # Pair i turns original_length / (2 pi) * theta^(-2i / head_dim) times; solved for i.
+        inverse_frequency = scaling.original_length / (2 * math.pi * turns)
+        return head_dim * math.log(inverse_frequency) / 2 / math.log(theta)
+
+    first = find_pair(scaling.beta_fast)
+    last = find_pair(scaling.beta_slow)
     # The bounds, among them head_dim - 1 and not the last pair, are those of DeepSeek's code.
-    first, last = max(math.floor(first), 0), min(math.ceil(last), head_dim - 1)
+    first = max(math.floor(first), 0)
+    last = min(math.ceil(last), head_dim - 1)
     pairs = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
-    return 1 - ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
+    ramp = (pairs - first) / max(last - first, 1e-3)
+    return 1 - ramp.clamp(0, 1)
 
 
 def rotary_table(
@@ -77,11 +83,14 @@ def rotary_table(
         >>> cos.shape, sin[0, 1].flatten()
         (torch.Size([1, 2, 1, 2]), tensor([-0.8415,  0.8415]))
     """
+    # [B, S, 1, R / 2]; the dimension of size 1 is that of heads.
     angles = position_ids[:, :, None, None].to(frequencies.dtype) * frequencies
     cos, sin = angles.cos(), angles.sin()
     if factor != 1:
         cos, sin = cos * factor, sin * factor
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    cos = torch.cat((cos, cos), dim=-1)
+    sin = torch.cat((-sin, sin), dim=-1)
+    return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -98,7 +107,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     size = cos.shape[-1]
     if size < x.shape[-1]:
-        return torch.cat((rotate(x[..., :size], cos, sin), x[..., size:]), dim=-1)
+        rotated_part = rotate(x[..., :size], cos, sin)
+        return torch.cat((rotated_part, x[..., size:]), dim=-1)
+    # (a, b) -> (a cos - b sin, b cos + a sin): the roll swaps the halves, `sin` has the sign.
     return (x * cos + x.roll(size // 2, dims=-1) * sin).to(x.dtype)
 
 
@@ -120,4 +131,5 @@ def rotated(q: Tensor, k: Tensor, table: Table | None) -> tuple[Tensor, Tensor]:
         return rotate(q, *table), rotate(k, *table)
     # In generation there are few tokens, and half the operators save more than the copy costs.
     both = rotate(torch.cat((q, k), dim=2), *table)
-    return both[:, :, : q.shape[2]], both[:, :, q.shape[2] :]
+    heads = q.shape[2]
+    return both[:, :, :heads], both[:, :, heads:]

@@ -68,6 +68,7 @@ def softmax_topk(
     shares = _to_fp32(logits).softmax(-1)
     if indices is None:
         indices = shares.detach().topk(top_k, -1).indices
+    # As in `sigmoid_topk`: a gather cannot read at index E.
     indices = _mask_padding(indices, is_token, 0)
     weights = shares.gather(-1, indices)
     if renormalize:  # a replayed choice may have a weight of 0
@@ -143,8 +144,10 @@ def _mask_groups(scores: Tensor, groups: int, groups_chosen: int) -> Tensor:
     """Return the scores with minus infinity for the experts of groups that are not chosen."""
     if groups_chosen == groups:
         return scores
+    # A group's score is the sum of its two best experts, as in DeepSeek-V3.
     by_group = scores.unflatten(-1, (groups, -1))
-    best = by_group.topk(min(2, by_group.shape[-1]), -1).values.sum(-1)
+    two_best = by_group.topk(min(2, by_group.shape[-1]), -1).values
+    best = two_best.sum(-1)
     is_masked = torch.ones_like(best, dtype=torch.bool)
     is_masked.scatter_(-1, best.topk(groups_chosen, -1).indices, value=False)
     return by_group.masked_fill(is_masked.unsqueeze(-1), -torch.inf).flatten(-2)
@@ -155,8 +158,12 @@ def _to_fp32(x: Tensor) -> Tensor:
 
 
 def _make_routing(
-    weights: Tensor, indices: Tensor, shares: Tensor, is_token: Tensor | None
+    weights: Tensor,
+    indices: Tensor,
+    shares: Tensor,
+    is_token: Tensor | None,
 ) -> Routing:
+    # Only here may indices be E, which is past the scores.
     experts = shares.shape[-1]
     indices = _mask_padding(indices, is_token, experts)
     return Routing(
@@ -211,7 +218,8 @@ def expert_capacity(counts: Tensor, factor: float) -> Tensor:
         (tensor(3), tensor(1))
     """
     check_range("expert_capacity", above=0, factor=factor)
-    return (counts.sum().double() * factor / len(counts)).ceil().clamp(min=1).long()
+    capacity = counts.sum().double() * factor / len(counts)
+    return capacity.ceil().clamp(min=1).long()
 
 
 def apply_capacity(routing: Routing, capacity: Tensor | int) -> Routing:
@@ -248,9 +256,9 @@ def apply_capacity(routing: Routing, capacity: Tensor | int) -> Routing:
     by_expert = flat.sort(stable=True)
     starts = torch.cat([routing.counts.new_zeros(1), routing.counts.cumsum(0)])
     position = torch.arange(len(flat), device=flat.device) - starts[by_expert.values]
-    is_kept = torch.empty_like(flat, dtype=torch.bool)
-    is_kept[by_expert.indices] = position < capacity
-    is_dropped = ~is_kept.view_as(routing.indices)
+    is_within = torch.empty_like(flat, dtype=torch.bool)
+    is_within[by_expert.indices] = position < capacity
+    is_dropped = ~is_within.view_as(routing.indices)
     return routing._replace(
         weights=routing.weights.masked_fill(is_dropped, 0),
         indices=routing.indices.masked_fill(is_dropped, len(routing.counts)),
@@ -304,7 +312,11 @@ def add_jitter(x: Tensor, noise_key: Tensor, *, name: str, amount: float) -> Ten
 
 
 def _check(
-    function: str, logits: Tensor, top_k: int, is_token: Tensor | None, indices: Tensor | None
+    function: str,
+    logits: Tensor,
+    top_k: int,
+    is_token: Tensor | None,
+    indices: Tensor | None,
 ) -> None:
     if logits.ndim != 2 or not logits.is_floating_point():
         raise ValueError(

@@ -57,7 +57,8 @@ def upcycle_weights(
     """
     check_range("upcycle_weights", at_least=0, noise=noise)
     experts, slices = _count_slices(config)
-    initial, names = init_weights(config, seed=seed), set(parameter_shapes(config))
+    initial = init_weights(config, seed=seed)
+    names = set(parameter_shapes(config))
 
     def give(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
         layer, is_expert, matrix = name.rpartition(".experts.")
@@ -71,15 +72,19 @@ def upcycle_weights(
         order = [expert % slices for expert in range(offset[0], offset[0] + shape[0])]
         values_of_slice: dict[int, Tensor] = {}
         for index in {*order} or {0}:
+            # Without the dimension of experts: the box of one expert, at its slice of the MLP.
             start = [*offset[1:]]
             start[dim] += index * experts.width
             values_of_slice[index] = weights(f"{layer}.{matrix}.weight", shape[1:], start)
         if not order:
             return values_of_slice[0].new_empty(shape)
         values = torch.stack([values_of_slice[index] for index in order])
+        # The MLP is the sum of its slices; experts are averaged, and multiplied by `scale`.
         if matrix == "down":
             values = values * (slices / experts.scale)
-        return values + noise * initial(name, shape, offset) if noise else values
+        if not noise:
+            return values
+        return values + noise * initial(name, shape, offset)
 
     shapes = getattr(weights, "shapes", None)
     if shapes is not None:
@@ -101,6 +106,7 @@ def _count_slices(config: DecoderConfig) -> tuple[Experts, int]:
             where="shared",
             got=experts.shared,
         )
+    # Each slice is in equally many experts, so that no part of the MLP counts more than another.
     slices, remainder = divmod(config.mlp_width, experts.width)
     if remainder or experts.count % slices:
         raise ConfigError(

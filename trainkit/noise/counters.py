@@ -60,12 +60,14 @@ def _fill_normal(out: Any, row_keys: Any, first_column: int) -> None:
     """
     for row in range(out.shape[0]):
         for column in range(out.shape[1]):
+            # The constant is `GOLDEN`.
             step = np.uint64(first_column + column) * np.uint64(0x9E3779B97F4A7C15)
             bits = mix_bits(row_keys[row] + step)
             more = mix_bits(bits + np.uint64(0x9E3779B97F4A7C15))
             # Box and Muller: sqrt(-2 ln u) cos(2 pi v) of two uniform numbers. The half keeps u
             # above 0.
-            radius = math.sqrt(-2.0 * math.log((float(bits >> np.uint64(11)) + 0.5) * 2.0**-53))
+            u = (float(bits >> np.uint64(11)) + 0.5) * 2.0**-53
+            radius = math.sqrt(-2.0 * math.log(u))
             angle = 2.0 * math.pi * float(more >> np.uint64(11)) * 2.0**-53
             out[row, column] = radius * math.cos(angle)
 
@@ -76,6 +78,7 @@ def _fill_symmetric(out: Any, row_keys: Any, first_column: int) -> None:
         for column in range(out.shape[1]):
             step = np.uint64(first_column + column) * np.uint64(0x9E3779B97F4A7C15)
             bits = mix_bits(row_keys[row] + step)
+            # The upper 53 bits, which fp64 holds exactly, in steps of 2^-52 from -1.
             out[row, column] = float(bits >> np.uint64(11)) * 2.0**-52 - 1.0
 
 
@@ -134,7 +137,13 @@ def uniform_symmetric(
     return _fill_box(_fill_symmetric, key, shape, offset)
 
 
-def _fill_box(fill: Any, key: int, shape: Sequence[int], offset: Sequence[int] | None) -> Tensor:
+def _fill_box(
+    fill: Any,
+    key: int,
+    shape: Sequence[int],
+    offset: Sequence[int] | None,
+) -> Tensor:
+    # A scalar is a row of one element.
     shape_ = tuple(shape) or (1,)
     offset_ = tuple(offset or (0,) * max(len(shape), 1))
     if len(shape_) != len(offset_):
@@ -162,7 +171,8 @@ def make_token_keys(token_index: Tensor, *, seed: int, step: int) -> Tensor:
         True
     """
     # One hash for each token: the step's key is computed once, on the host.
-    return mix_bits_tensor(token_index * to_int64(GOLDEN) + to_int64(make_key(seed, "token", step)))
+    step_key = to_int64(make_key(seed, "token", step))
+    return mix_bits_tensor(token_index * to_int64(GOLDEN) + step_key)
 
 
 def split_keys(keys: Tensor, numbers: Tensor) -> Tensor:
@@ -184,7 +194,8 @@ def split_keys(keys: Tensor, numbers: Tensor) -> Tensor:
         >>> torch.equal(own[1].flip(0), split_keys(keys[1], torch.tensor([1, 3])))
         True
     """
-    return mix_bits_tensor(keys.unsqueeze(-1) + (numbers + 1) * to_int64(GOLDEN))
+    steps = (numbers + 1) * to_int64(GOLDEN)
+    return mix_bits_tensor(keys.unsqueeze(-1) + steps)
 
 
 def make_random_bits(keys: Tensor, *, name: str, features: int, first: int = 0) -> Tensor:
@@ -212,7 +223,13 @@ def make_random_bits(keys: Tensor, *, name: str, features: int, first: int = 0) 
 
 
 def dropout(
-    x: Tensor, keys: Tensor, *, name: str, p: float, width: int, offset: int | None = None
+    x: Tensor,
+    keys: Tensor,
+    *,
+    name: str,
+    p: float,
+    width: int,
+    offset: int | None = None,
 ) -> Tensor:
     """Set elements to zero with probability `p` and scale the rest by 1 / (1 - p).
 
@@ -270,7 +287,12 @@ def dropout(
 
 @contextmanager
 def seed_generators(
-    seed: int, *, step: int, share: Share, stage: int = 0, device: torch.device | str = "cpu"
+    seed: int,
+    *,
+    step: int,
+    share: Share,
+    stage: int = 0,
+    device: torch.device | str = "cpu",
 ) -> Iterator[None]:
     """Seed torch's generators for a step, for models with torch's own dropout.
 

@@ -34,6 +34,7 @@ def mix_bits(x: np.uint64) -> np.uint64:
         ... )
         (True, False)
     """
+    # The finalizer of MurmurHash3 in Stafford's variant 13, as in Vigna's splitmix64.
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -55,11 +56,18 @@ def make_key(*parts: int | str) -> int:
     pairs = zip(kinds, texts, strict=True)
     # The kind and the length stand before each part, so that no two sequences have one text.
     text = "".join(f"{kind}{len(text)}:{text}" for kind, text in pairs)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 @jit
-def _sum_hashes(key: np.uint64, bits: Any, first: Any, stride: Any, inner: int) -> np.uint64:
+def _sum_hashes(
+    key: np.uint64,
+    bits: Any,
+    first: Any,
+    stride: Any,
+    inner: int,
+) -> np.uint64:
     """Sum mix(mix(key + index) + bits); `first` holds each row's index, `inner` its length."""
     total = np.uint64(0)
     for row in range(first.size):
@@ -72,7 +80,11 @@ def _sum_hashes(key: np.uint64, bits: Any, first: Any, stride: Any, inner: int) 
 
 
 def hash_box(
-    name: str, box: np.ndarray[Any, Any], *, shape: Sequence[int], offset: Sequence[int]
+    name: str,
+    box: np.ndarray[Any, Any],
+    *,
+    shape: Sequence[int],
+    offset: Sequence[int],
 ) -> int:
     """Return the hash of one box of a named tensor.
 
@@ -98,18 +110,27 @@ def hash_box(
     box = np.ascontiguousarray(box).reshape(box.shape or (1,))
     shape = tuple(shape) or (1,)
     offset = tuple(offset) or (0,)
+    # Row-major: the product of the later dimensions of the full tensor.
     strides = [int(np.prod(shape[dim + 1 :], dtype=np.int64)) for dim in range(len(shape))]
     # The flat index, in the full tensor, of the first element of each row of the box.
     first = np.zeros(box.shape[:-1], np.uint64)
     for dim, (start, stride) in enumerate(zip(offset[:-1], strides[:-1], strict=True)):
         index = (start + np.arange(box.shape[dim], dtype=np.uint64)) * np.uint64(stride)
-        first += index.reshape([-1 if d == dim else 1 for d in range(box.ndim - 1)])
+        along_dim = [-1 if d == dim else 1 for d in range(box.ndim - 1)]
+        first += index.reshape(along_dim)
     first += np.uint64(offset[-1])
     # Bits and not values: 0.0 differs from -0.0, and NaN equals itself.
     bits = box.view(f"u{box.dtype.itemsize}").reshape(-1)
     bits.flags.writeable = False  # numba compiles a loop separately for writeable arrays
     key = np.uint64(make_key(name, *shape))
-    return int(_sum_hashes(key, bits, first.reshape(-1), np.uint64(1), box.shape[-1]))
+    total = _sum_hashes(
+        key,
+        bits,
+        first.reshape(-1),
+        np.uint64(1),  # elements of a row are adjacent in the full tensor, too
+        box.shape[-1],
+    )
+    return int(total)
 
 
 def hash_counters(counters: Mapping[str, int]) -> int:
@@ -120,4 +141,5 @@ def hash_counters(counters: Mapping[str, int]) -> int:
         True
     """
     values = ((name, np.array([value], np.int64)) for name, value in counters.items())
-    return sum(hash_box(name, value, shape=(1,), offset=(0,)) for name, value in values) & MASK64
+    hashes = (hash_box(name, value, shape=(1,), offset=(0,)) for name, value in values)
+    return sum(hashes) & MASK64

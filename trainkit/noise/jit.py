@@ -44,6 +44,7 @@ def jit(
         error_model="numpy" if divides else "python",
     )
     package = __name__.partition(".")[0]
+    # A later version of another package would not make the cache out of date.
     if any(used.__module__.partition(".")[0] != package for used in uses):
         return decorate(function)
     if files := {sys.modules[used.__module__].__file__ or "" for used in uses}:
@@ -80,7 +81,8 @@ class LoopFiles(IndexDataCacheFile):
     def save(self, key: Any, data: Any) -> None:
         """Write a form to disk if there is room for it."""
         stamp = repr((self._source_stamp, key)).encode()
-        name = self._data_name(int.from_bytes(hashlib.blake2b(stamp, digest_size=8).digest()))
+        digest = hashlib.blake2b(stamp, digest_size=8).digest()
+        name = self._data_name(int.from_bytes(digest))
         with contextlib.suppress(OSError):
             self._save_data(name, data)
             self._save_index(self._load_index() | {key: name})

@@ -57,7 +57,8 @@ def normal_by_quantile(key: Tensor, shape: Sequence[int], offset: Sequence[int])
     bits = hashes.view(torch.int16)[..., start % 4 : start % 4 + shape[-1]]
     table = _make_quantiles().to(key.device)
     # int16 is signed, so the mask makes -1 the index 65535.
-    return nn.functional.embedding(bits.to(torch.int32) & (_LEVELS - 1), table).squeeze(-1)
+    levels = bits.to(torch.int32) & (_LEVELS - 1)
+    return nn.functional.embedding(levels, table).squeeze(-1)
 
 
 @cache

@@ -82,7 +82,8 @@ def rounding_keys(key: int, shape: Sequence[int], offset: Sequence[int]) -> Tens
     """
     keys = row_keys(key, tuple(shape) or (1,), tuple(offset) or (0,))
     # The upper half of each 64-bit key, which is as random as the whole.
-    return torch.from_numpy((keys >> np.uint64(32)).astype(np.uint32).view(np.int32))
+    upper = (keys >> np.uint64(32)).astype(np.uint32)
+    return torch.from_numpy(upper.view(np.int32))
 
 
 def keys_at(keys: Tensor, step: Tensor | float) -> Tensor:
@@ -112,7 +113,13 @@ def _mix_32(x: Tensor) -> Tensor:
 
 
 def rounded_rows(
-    x: Tensor, keys: Tensor, *, columns: int, begin: int, first: int, lower: bool = False
+    x: Tensor,
+    keys: Tensor,
+    *,
+    columns: int,
+    begin: int,
+    first: int,
+    lower: bool = False,
 ) -> Tensor:
     """Round a shard to bf16 as `round_bf16_stochastic` rounds it in the full tensor.
 
@@ -121,7 +128,7 @@ def rounded_rows(
     round two tensors independently, one with the upper half and one with the lower half.
 
     Args:
-        x: fp32, flat: row after row of a box; it may begin and end inside of one.
+        x: fp32, flat: row after row of a box; it may start and end inside of one.
         keys: From `rounding_keys` or `keys_at`, of all rows of the box, on the device of `x`.
         columns: The length of a row of the box.
         begin: The index of `x[0]` in the flat box.
@@ -139,7 +146,9 @@ def rounded_rows(
         >>> torch.equal(rounded_rows(x[7:], keys, columns=500, begin=7, first=0), whole[7:])
         True
     """
+    # Flat indices in the box, from which follow the row and the column in the full tensor.
     index = torch.arange(begin, begin + x.numel(), device=x.device)
+    # One expression, which frees its int64 tensors at once: shards may be large.
     noise = _mix_32(keys[index // columns].to(torch.int64) + (index % columns + first) * GOLDEN_32)
     noise = (noise ^ (noise >> 16)) & 0xFFFF if lower else noise >> 16
     bits = x.view(torch.int32) + noise.to(torch.int32)
@@ -153,7 +162,12 @@ MASK_32 = 0xFFFFFFFF
 
 @jit
 def fill_noise(  # noqa: PLR0917 (compiled code)
-    keys: Any, step: Any, columns: int, first: int, begin: int, out: Any
+    keys: Any,
+    step: Any,
+    columns: int,
+    first: int,
+    begin: int,
+    out: Any,
 ) -> None:
     """Fill an array with the random bits of `rounded_rows` at a step, in a compiled loop.
 
@@ -167,6 +181,7 @@ def fill_noise(  # noqa: PLR0917 (compiled code)
     """
     # Numba widens uint32 to 64 bits in every operation, so each result is cast back.
     counted = np.uint32(np.uint32(step) * np.uint32(GOLDEN_32))
+    # Row by row of the box; a shard may start and end inside of one.
     done = 0
     while done < out.size:
         row, inside = divmod(begin + done, columns)

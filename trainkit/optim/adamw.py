@@ -29,12 +29,14 @@ class AdamW(torch.optim.AdamW):
     def _init_group(self, group: Any, *lists: Any, **named: Any) -> Any:
         is_new = any(p.grad is not None and p not in self.state for p in group["params"])
         try:
+            # DTensor would make the zeros of new state by its slow dispatch.
             with PlacedAlike() if is_new else nullcontext():
                 has_complex = super()._init_group(group, *lists, **named)
         except RuntimeError:
             check_dense(group["params"], [group])  # torch's message names no parameter
             raise
         if group["fused"]:
+            # torch passes these lists to its kernel afterwards, so they are changed in place.
             params, grads = lists[:2]
             grads[:] = [redistribute_like(p, grad) for p, grad in zip(params, grads, strict=True)]
             for tensors in (*lists, *named.values()):

@@ -24,6 +24,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
             # A part that keeps a mean of its own (`ScheduleFree`) needs no second one.
             has_mean = "mean" in getattr(part, "copies", ())
             for group in part.param_groups:
+                # For people and checkpoints; the part is found by its position.
                 group["optimizer"] = type(part).__name__
                 group["mean"] = None if has_mean else mean
                 # torch requires that all groups have names, or none.
@@ -40,6 +41,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
             part.param_groups = [next(groups) for _ in part.param_groups]
             part.state = self.state
 
+    # Checkpoints find this by its name, to see what state such an optimizer has.
     def again(self, parts: Sequence[torch.optim.Optimizer]) -> CombinedOptimizer:
         """Combine other optimizers in the same way."""
         return CombinedOptimizer(parts, self.mean)
@@ -98,6 +100,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         """
         super().load_state_dict(state_dict)
         load_as_saved_(self, state_dict)
+        # torch has replaced groups and state, and the parts still have the old ones.
         self._share()
 
 
@@ -185,6 +188,8 @@ def load_as_saved_(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, An
     Effects:
         Replaces tensors of the optimizer's state.
     """
+    # torch numbers the parameters of all groups in order; the saved state has these numbers as
+    # keys.
     saved = (x for group in state_dict["param_groups"] for x in group["params"])
     params = (p for group in optimizer.param_groups for p in group["params"])
     for p, index in zip(params, saved, strict=True):

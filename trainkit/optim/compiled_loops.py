@@ -310,34 +310,65 @@ def rule_loop(rule: Callable[..., Any], moments: int) -> Callable[..., None]:
 
     @register_jitable
     def go_through(  # noqa: PLR0917 (all that a step reads and writes)
-        p: Any, g: Any, rest: Any, m: Any, v: Any, m_scales: Any, v_scales: Any, keys: Any,
-        moment_keys: Any, position: Any, offsets: Any, m_scratch: Any, v_scratch: Any, m_bits: Any,
-        v_bits: Any, noise: Any, moment_noise: Any, coefficients: Any,
-    ) -> None:  # fmt: skip
+        p: Any,
+        g: Any,
+        rest: Any,
+        m: Any,
+        v: Any,
+        m_scales: Any,
+        v_scales: Any,
+        keys: Any,
+        moment_keys: Any,
+        position: Any,
+        offsets: Any,
+        m_scratch: Any,
+        v_scratch: Any,
+        m_bits: Any,
+        v_bits: Any,
+        noise: Any,
+        moment_noise: Any,
+        coefficients: Any,
+    ) -> None:
         for start in range(0, p.size, BLOCK):
-            p_, g_, rest_ = get_block(p, start), get_block(g, start), get_block(rest, start)
-            m_, m_base = get_block(m, start), get_base(m_scales, start, SIGNED)
-            v_, v_base = get_block(v, start), get_base(v_scales, start, UNSIGNED)
+            p_ = get_block(p, start)
+            g_ = get_block(g, start)
+            rest_ = get_block(rest, start)
+            m_ = get_block(m, start)
+            v_ = get_block(v, start)
+            m_base = get_base(m_scales, start, SIGNED)
+            v_base = get_base(v_scales, start, UNSIGNED)
             draw_noise(keys, position, start, noise)
             draw_noise(moment_keys, position, start, moment_noise)
+            # The bits of the block's largest moments, which determine its scales.
             m_top = v_top = np.int32(0)
+            # The last block may be shorter; moments are in 8 bits only where all blocks are full.
             for i in range(g_.size):
                 x = read(p_, i, 0, 0) + read(rest_, i, 0, 0)
-                y, z = read(m_, i, m_base, SIGNED), read(v_, i, v_base, UNSIGNED)
+                y = read(m_, i, m_base, SIGNED)
+                z = read(v_, i, v_base, UNSIGNED)
                 x, y, z = step(x, read(g_, i, 0, 0), y, z, coefficients)
                 write_parameter(p_, i, x, rest_, noise)
                 # Both moments share one draw, and take half of its bits each.
                 write(m_, i, y, m_scratch, upper_bits(moment_noise, i))
                 write(v_, i, z, v_scratch, lower_bits(moment_noise, i))
-                m_top, v_top = max(m_top, get_size_bits(m_, y)), max(v_top, get_size_bits(v_, z))
+                m_top = max(m_top, get_size_bits(m_, y))
+                v_top = max(v_top, get_size_bits(v_, z))
             encode_block(m_, m_scales, start, SIGNED, m_top, offsets, m_bits)
             encode_block(v_, v_scales, start, UNSIGNED, v_top, offsets, v_bits)
 
     def loop(  # noqa: PLR0917 (see above)
-        size: int, addresses: Any, likes: Any, keys: Any, moment_keys: Any, position: Any,
-        offsets: Any, coefficients: Any,
-    ) -> None:  # fmt: skip
-        m_scratch, v_scratch = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+        size: int,
+        addresses: Any,
+        likes: Any,
+        keys: Any,
+        moment_keys: Any,
+        position: Any,
+        offsets: Any,
+        coefficients: Any,
+    ) -> None:
+        # Numbers of one block, written as fp32 and read as bits: 8-bit codes are made of these.
+        m_scratch = np.empty(BLOCK, np.float32)
+        v_scratch = np.empty(BLOCK, np.float32)
         go_through(
             array_at(likes[0], addresses[0], size),
             array_at(likes[1], addresses[1], size),

@@ -92,9 +92,13 @@ def assign_owners(
         >>> assign_owners([1, 1, 1], 2, allowed=[[1], [1], []])
         [1, 1, 0]
     """
-    loads, owners = [0] * ranks, [0] * len(costs)
-    choices = [allowed[i] if allowed and allowed[i] else range(ranks) for i in range(len(costs))]
-    for i in sorted(range(len(costs)), key=lambda i: (len(choices[i]), -costs[i], i)):
+    loads = [0] * ranks
+    owners = [0] * len(costs)
+    everyone = range(ranks)
+    choices = [x or everyone for x in allowed] if allowed else [everyone] * len(costs)
+    # Ties go to the first index: all ranks must compute the same assignment.
+    order = sorted(range(len(costs)), key=lambda i: (len(choices[i]), -costs[i], i))
+    for i in order:
         owners[i] = min(choices[i], key=loads.__getitem__)
         loads[owners[i]] += costs[i]
     return owners
@@ -155,9 +159,13 @@ def plan_rounds(matrices: Sequence[Matrix], grid: Grid, *, bucket_bytes: int) ->
         ([0], [(0, (0, 2, 0, 2)), (1, (0, 2, 0, 2))])
     """
     # A box is (row, rows, column, columns): every second number is the shape of the shard.
-    full_on = [[r for r, box in x.boxes.items() if box[1::2] == x.shape] for x in matrices]
+    full_on = [
+        [rank for rank, box in matrix.boxes.items() if box[1::2] == matrix.shape]
+        for matrix in matrices
+    ]
     owners = assign_owners([x.cost for x in matrices], grid.count, allowed=full_on)
     rounds: list[list[int]] = []
+    # By owner: its last round, and the bytes that it has there.
     filled: dict[int, tuple[int, int]] = {}
     # By cost: the matrices of a round then cost about the same, so ranks wait little for each
     # other, and those of one shape come one after another, so that `compute` can stack them.
@@ -183,6 +191,8 @@ def _plan_round(
             replicas.setdefault(box, []).append(rank)
             scatter.append(((i, box), owners[i], rank))
         for box, ranks in replicas.items():
+            # Equal boxes are replicas, of which one sends: the one with the fewest hops to the
+            # owner.
             nearest = min(ranks, key=lambda rank: grid.distance(rank, owners[i]))
             gather.append(((i, box), nearest, owners[i]))
     owned = [i for i in members if owners[i] == grid.here]
@@ -191,6 +201,7 @@ def _plan_round(
         owned,
         inputs=[key for key, source, _ in gather if source == grid.here],
         outputs=[key for key, _, target in scatter if target == grid.here],
+        # Back along the same route: the dimension that was gathered last is scattered first.
         gather=_plan_hops(gather, grid, reversed(dims)),
         scatter=_plan_hops(scatter, grid, dims),
         boxes={i: list(dict.fromkeys(matrices[i].boxes.values())) for i in owned},
@@ -202,6 +213,7 @@ def _plan_hops(moves: Sequence[Move], grid: Grid, dims: Iterable[int]) -> list[H
 
     A part that goes to several ranks is sent once as long as their routes are the same.
     """
+    # The rank where each part is now; a hop moves it to its target's coordinate in one dimension.
     positions = [source for _, source, _ in moves]
     hops: list[Hop] = []
     for dim in dims:
@@ -215,6 +227,7 @@ def _plan_hops(moves: Sequence[Move], grid: Grid, dims: Iterable[int]) -> list[H
                 steps[key, start, positions[n]] = None
         # Those in this rank's group: every member takes part, also one that has nothing to send.
         steps = {x: None for x in steps if grid.distance(x[1], grid.here, ignore=dim) == 0}
+        # All ranks of the group see the same, and skip the all-to-all.
         if not steps:
             continue
         sent: list[list[Key]] = [[] for _ in range(grid.sizes[dim])]
@@ -226,11 +239,11 @@ def _plan_hops(moves: Sequence[Move], grid: Grid, dims: Iterable[int]) -> list[H
                 received[grid.get_coordinate(source, dim)].append(key)
         hops.append(
             Hop(
-                grid.groups[dim],
-                [*chain.from_iterable(sent)],
-                [*chain.from_iterable(received)],
-                [sum(map(_numel, keys)) for keys in sent],
-                [sum(map(_numel, keys)) for keys in received],
+                group=grid.groups[dim],
+                sent=[*chain.from_iterable(sent)],
+                received=[*chain.from_iterable(received)],
+                sent_sizes=[sum(map(_numel, keys)) for keys in sent],
+                received_sizes=[sum(map(_numel, keys)) for keys in received],
             )
         )
     return hops
@@ -285,7 +298,9 @@ def compute_on_owners(
         if len(boxes) == 1:
             matrices.append(shards[i, boxes[0]])
             continue
-        rows, columns = (max(box[d] + box[d + 1] for box in boxes) for d in (0, 2))
+        rows = max(row + count for row, count, _, _ in boxes)
+        columns = max(column + count for _, _, column, count in boxes)
+        # Every element is written: the boxes cover the matrix.
         full = like.new_empty(rows, columns)
         for box in boxes:
             _view_box(full, box).copy_(shards[i, box])
@@ -310,8 +325,9 @@ def _exchange(shards: dict[Key, Tensor], hops: Sequence[Hop], like: Tensor) -> d
     """Run some hops; return the shards that this rank had, received, or passed on."""
     shards = dict(shards)
     for hop in hops:
+        flat = (shards[key].reshape(-1) for key in hop.sent)
         # The empty tensor is for a rank that sends nothing: `cat` takes no empty list.
-        sent = torch.cat([like.new_empty(0), *(shards[key].reshape(-1) for key in hop.sent)])
+        sent = torch.cat([like.new_empty(0), *flat])
         received = like.new_empty(sum(hop.received_sizes))
         dist.all_to_all_single(
             received, sent, [*hop.received_sizes], [*hop.sent_sizes], group=hop.group

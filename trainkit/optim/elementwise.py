@@ -164,9 +164,19 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         check_choice(get_args(Rounding), name, rounding=rounding)
         if unknown := sorted(options.keys() - self.options.keys()):
             raise TypeError(f"{name}: there is no option {unknown[0]}; there are {[*self.options]}")
-        options = {**self.options, **options}
-        options |= {"lr": lr, "weight_decay": weight_decay, "cautious": cautious}
-        options |= {"moments": moments, "rounding": rounding, "seed": seed, "capturable": True}
+        options = {
+            **self.options,
+            **options,
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "cautious": cautious,
+            "moments": moments,
+            "rounding": rounding,
+            "seed": seed,
+            # Counters are tensors on the device, and torch leaves them there when it loads them.
+            "capturable": True,
+        }
+        # By the id of a parameter: the keys follow from its rows alone, and are made once.
         self._known_rows = dict[int, Rows]()
         super().__init__(list(params), options)
         for group in self.param_groups:
@@ -177,15 +187,18 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
                     "group's `param_names`, as decay_groups does"
                 )
             if {*self.moments} - {*self.copies}:
+                # Raises where the layout splits a block.
                 for p in group["params"]:
                     is_in_blocks(p, group["moments"])
 
     def __init_subclass__(cls, **options: Any) -> None:
         """List the tensors of the state in the order that the compiled loop takes."""
         super().__init_subclass__(**options)
-        scales = map(scale_name, cls.moments)
+        # The loop takes two moments; what a rule lacks gets a name that no state has.
         none = ("none", "none")
-        cls.parts_of_state = ("rest", *(*cls.moments, *none)[:2], *(*scales, *none)[:2])
+        moments = (*cls.moments, *none)[:2]
+        scales = (*map(scale_name, cls.moments), *none)[:2]
+        cls.parts_of_state = ("rest", *moments, *scales)
 
     @staticmethod
     def coefficients(
@@ -207,6 +220,8 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             check_dense(group["params"], [group])
             counts = self.list_counts(group)
+            # Most parameters have taken as many steps as the others, so coefficients are computed
+            # once.
             get_coefficients = _cache_coefficients(self, group, counts)
             names = group.get("param_names") or [""] * len(group["params"])
             for name, p in zip(names, group["params"], strict=True):
@@ -250,6 +265,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         on_host = p.is_cpu
         if not state:
             state.update(self.make_state(p, group))
+        # The host can read the flag, and needs no masked writes then.
         if on_host and found_inf is not None:
             if found_inf:
                 return
@@ -267,15 +283,18 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
                     state[x], torch.as_tensor(count, dtype=torch.float64), found_inf
                 )
         grad = redistribute_like(p, p.grad)
-        tensors = [get_local(p), get_local(grad), *map(state.get, self.parts_of_state)]
+        # In the order of `rule_loop`: parameter, gradient, rest, two moments, their scales.
+        tensors = [p, grad, *map(state.get, self.parts_of_state)]
         shards = [None if x is None else get_local(x) for x in tensors]
         dtypes = _describe_dtypes(*[None if x is None else x.dtype for x in shards])
         is_stochastic = dtypes.p == torch.bfloat16 and group["rounding"] == "stochastic"
         rows = None
         if is_stochastic or dtypes.has_bf16_moments:
             rows = self._get_rows(p, group["seed"], name)
+        # Moments in bf16 are always rounded stochastically, parameters only by that option.
         keys = rows if is_stochastic else None
         if on_host and dtypes.can_loop:
+            # Of the parameter's width: numba would promote mixed widths to 64 bits.
             coefficients = in_fp64 if dtypes.p == torch.float64 else in_fp32
             self._step_in_loop(shards, dtypes, coefficients, keys, rows, step)
         else:
@@ -291,6 +310,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
     def make_state(self, p: nn.Parameter, group: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the state of a parameter before its first step."""
         counts = self.list_counts(group)
+        # fp64, in which the coefficients are computed from the counters.
         state = {x: torch.zeros((), device=p.device, dtype=torch.float64) for x in counts}
         for x in self.moments:
             state |= empty_moment(p, x, "fp32" if x in self.copies else group["moments"])
@@ -336,11 +356,13 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         step: Any,
         found_inf: Tensor | None,
     ) -> None:
+        # The parameter has the name "", which no part of its state can have.
         named = dict(zip(("", "grad", *self.parts_of_state), shards, strict=True))
         flat = {x: t.detach().reshape(-1) for x, t in named.items() if t is not None}
         dtype = get_step_dtype(flat[""].dtype)
         p = flat[""].to(dtype)
         if "rest" in flat:
+            # Kahan: the parameter is the sum of two bf16 numbers.
             p = p + flat["rest"]
         moments = [read_moment(x, flat, dtype) for x in self.moments]
         stepped = self.rule(p, flat.pop("grad").to(dtype), *moments, coefficients)
@@ -348,6 +370,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         results = {"": p if keys is None else keys.round(p, keys.own, step)}
         if "rest" in flat:
             results[""] = p.to(flat[""].dtype)
+            # What rounding has cut off, for the next step.
             results["rest"] = p - results[""]
         for index, (x, values) in enumerate(zip(self.moments, moments, strict=True)):
             if rows is not None and flat[x].dtype == torch.bfloat16:
@@ -357,6 +380,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         for x, values in results.items():
             write_unless_skipped_(flat[x], values, found_inf)
             shard = named[x]
+            # The reshape above has copied such a shard.
             if shard is not None and not shard.is_contiguous():
                 shard.copy_(flat[x].view(shard.shape))
 
@@ -386,7 +410,7 @@ class _Dtypes:
 
 @functools.cache
 def _describe_dtypes(*dtypes: torch.dtype | None) -> _Dtypes:
-    """From the dtypes of parameter, gradient, rest, two moments and their scales; None for none."""
+    """Describe the dtypes of parameter, gradient, rest, two moments and their scales, or None."""
     p, _, _, *moments, m_scales, v_scales = dtypes
     used = {*dtypes} - {None}
     arrays = [None if x is None else _ARRAYS.get(x) for x in dtypes[:5]]
@@ -394,6 +418,7 @@ def _describe_dtypes(*dtypes: torch.dtype | None) -> _Dtypes:
     assert p is not None
     return _Dtypes(
         p=p,
+        # The loop computes in one width: fp64, or fp32 for all others.
         can_loop=used == {torch.float64} or used <= {torch.float32, torch.bfloat16, torch.uint8},
         arrays=tuple(arrays),
         has_bf16_moments=torch.bfloat16 in moments,
@@ -412,6 +437,7 @@ def _cache_coefficients(
     cache: dict[Any, Any] = {}
 
     def get_coefficients(counts: list[Any], *, on_host: bool) -> Any:
+        # On a device counters are tensors, which cannot be compared without waiting.
         key = tuple(counts) if on_host else None
         if key is not None and key in cache:
             return cache[key]

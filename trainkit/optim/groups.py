@@ -83,6 +83,7 @@ def make_decay_groups(
     for name, p in pairs:
         unique.setdefault(id(p), (name, p))
     trainable = [(name, p) for name, p in unique.values() if p.requires_grad]
+    # By dimensions, not by names, which differ from model to model.
     groups = [(weight_decay, [pair for pair in trainable if pair[1].ndim >= 2])]
     groups += [(0.0, [pair for pair in trainable if pair[1].ndim < 2])]
     return [
@@ -121,6 +122,7 @@ def split_by_pattern(
     # A rank with the first and the last pipeline stage has a tied embedding twice, in one group.
     local_names = [name.removesuffix(COPY_SUFFIX) for name in named]
     by_rank = all_gather_objects(local_names, axis)
+    # A pattern may match names of other stages only, and all stages must reject the same patterns.
     names = list(dict.fromkeys(name for rank in by_rank for name in rank))
     group_index: dict[str, int] = {}
     for index, pattern in enumerate(patterns):
@@ -135,5 +137,6 @@ def split_by_pattern(
             group_index[name] = index
     groups: list[dict[str, nn.Parameter]] = [{} for _ in (*patterns, None)]
     for name, full_name in zip(named, local_names, strict=True):
+        # Index -1 is the last part: names that no pattern matches.
         groups[group_index.get(full_name, -1)][name] = named[name]
     return groups

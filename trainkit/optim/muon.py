@@ -31,6 +31,7 @@ _MIN_NORM = 1e-7  # of a matrix of zeros, which must not be divided by 0
 _DTYPES = ("bfloat16", "float32", "float64")
 _NOT_HIDDEN = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
+# Of the rows and columns of one matrix, for an update whose singular values are near 1.
 _SCALES: Mapping[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "match_rms": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
@@ -81,6 +82,7 @@ def orthogonalize(matrices: Tensor, *, steps: int = 5, dtype: torch.dtype | None
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=norm_dtype)
     x = (x / norm.clamp(min=_MIN_NORM)).to(x.dtype)
     x = x.mT.contiguous() if is_tall else x  # the smaller side squared is the cheaper product
+    # An odd polynomial a x + b x xᵀ x + c (x xᵀ)² x acts on the singular values alone.
     for _ in range(steps):
         gram = x @ x.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b x xᵀ + c (x xᵀ)²
@@ -153,9 +155,12 @@ class _LocalMatrix:
     def view(self, local: Tensor, box: Box) -> Tensor:
         """Return a box of this matrix in the parameter's local shard, or in one placed alike."""
         assert self.index is not None
-        row, column = box[0] - self.offset[0], box[2] - self.offset[1]
+        # A box is in the coordinates of the full matrix.
+        first_row, rows, first_column, columns = box
+        row = first_row - self.offset[0]
+        column = first_column - self.offset[1]
         matrix = local.view(-1, *local.shape[-2:])[self.index]
-        return matrix[row : row + box[1], column : column + box[3]]
+        return matrix[row : row + rows, column : column + columns]
 
 
 @attrs.frozen(eq=False)
@@ -229,6 +234,8 @@ class Muon(torch.optim.Optimizer):
                 [False,  True]])
     """
 
+    # torch's GradScaler and `clip_and_step` then set `found_inf`, by which a step skips on the
+    # device.
     _step_supports_amp_scaling = True
     # Defaults for a copy, which torch makes without __init__.
     _axis, _bucket_bytes = SOLO, 128 * 2**20
@@ -318,12 +325,17 @@ class Muon(torch.optim.Optimizer):
 
     def _get_plans(self) -> list[_Plan]:
         """Return the plans of a step, which change only with the trainable parameters."""
+        # One collective carries one mesh, dtype and device.
         members: dict[Any, list[tuple[nn.Parameter, dict[str, Any]]]] = {}
         key: list[Any] = []
         for group in self.param_groups:
-            for p in (p for p in group["params"] if p.requires_grad):
+            for p in group["params"]:
+                if not p.requires_grad:
+                    continue
                 dtype = getattr(torch, group["dtype"]) if group["dtype"] else get_compute_dtype(p)
-                members.setdefault((_mesh_of(p), dtype, p.device), []).append((p, group))
+                kind = (_mesh_of(p), dtype, p.device)
+                members.setdefault(kind, []).append((p, group))
+                # What a plan depends on; all other options are read from the groups in each step.
                 key.append((id(p), id(group), dtype, group["parts"], group["parts_dim"]))
         if self._cached_plans[0] != key:
             plans = [
@@ -338,6 +350,7 @@ class Muon(torch.optim.Optimizer):
     ) -> dict[int, tuple[Tensor, Tensor]]:
         """Update the momenta of a plan; return the local (gradient, momentum) of each parameter."""
         check_dense(plan.parameters, self.param_groups)
+        # Set by torch's GradScaler, which does not divide the gradients of such optimizers itself.
         grad_scale = getattr(self, "grad_scale", None)
         updated: dict[int, tuple[Tensor, Tensor]] = {}
         rates = {id(p): group["momentum"] for group in self.param_groups for p in group["params"]}
@@ -368,6 +381,7 @@ def _have_gradients(plan: _Plan) -> list[bool]:
     has_local = [p.grad is not None for p in plan.parameters]
     if plan.grid.count == 1:
         return has_local
+    # Made on the device: there is no upload if all gradients are there.
     flags = plan.like.new_ones(len(has_local))
     for i in (i for i, has in enumerate(has_local) if not has):
         flags[i].zero_()
@@ -398,6 +412,7 @@ class _Work:
         gradient, buffer = (matrix.view(x, box) for x in self.momenta[id(matrix.parameter)])
         if not matrix.group["nesterov"]:
             return buffer.to(like.dtype)
+        # g + momentum (m - g), which is the class's u.
         return gradient.lerp(buffer, matrix.group["momentum"]).to(like.dtype)
 
     def compute(self, indices: Sequence[int], matrices: Sequence[Tensor]) -> list[Tensor]:
@@ -425,7 +440,8 @@ class _Work:
         matrix = self.plan.matrices[index]
         if id(matrix.parameter) not in self.momenta:
             return
-        value, group = matrix.view(get_local(matrix.parameter), box), matrix.group
+        value = matrix.view(get_local(matrix.parameter), box)
+        group = matrix.group
         update = update.to(value.dtype)
         decayed = value * (1 - group["lr"] * group["weight_decay"])
         if group["cautious"]:
@@ -435,7 +451,8 @@ class _Work:
 
 def _compute_update(x: Tensor, *, steps: int, scale: str) -> Tensor:
     # Of a fused matrix each part has its own shape, hence its own scale.
-    return orthogonalize(x, steps=steps, dtype=x.dtype) * _SCALES[scale](*x.shape[-2:])
+    factor = _SCALES[scale](*x.shape[-2:])
+    return orthogonalize(x, steps=steps, dtype=x.dtype) * factor
 
 
 # ------------------------------------------------------------------------------------------- a plan
@@ -450,7 +467,9 @@ def _make_grid(p: Any, axis: Axis) -> Grid:
     mesh = _mesh_of(p)
     if mesh is None:
         return Grid((axis.count,), axis.index, (axis.group,))
-    sizes, here = tuple(mesh.shape), 0
+    # Row-major: the last mesh dimension runs fastest, as `Grid` counts ranks.
+    sizes = tuple(mesh.shape)
+    here = 0
     for size, coordinate in zip(sizes, mesh.get_coordinate(), strict=True):
         here = here * size + coordinate
     return Grid(sizes, here, tuple(mesh.get_group(dim) for dim in range(len(sizes))))
@@ -477,19 +496,23 @@ def _make_plan(
             shards: dict[int, Box] = {}
             for rank, (offset, shape) in enumerate(boxes):
                 is_here = not stack or offset[0] <= i < offset[0] + shape[0]
+                # Of an uneven sharding some ranks have no rows.
                 if is_here and shape[-2] * shape[-1]:
                     shards[rank] = offset[-2], shape[-2], offset[-1], shape[-1]
-            index = (i - start[0] if stack else 0) if grid.here in shards else None
+            index = None
+            if grid.here in shards:
+                # If dimension 0 of a stack is sharded, this rank's matrices start at start[0].
+                index = i - start[0] if stack else 0
             matrices.append(
                 Matrix((rows, columns), shards, cost, num_bytes=rows * columns * dtype.itemsize)
             )
             local_matrices.append(_LocalMatrix(p, group, index, (start[-2], start[-1])))
     return _Plan(
-        grid,
-        [p for p, _ in members],
-        local_matrices,
-        plan_rounds(matrices, grid, bucket_bytes=bucket_bytes),
-        get_local(members[0][0]).new_empty(0, dtype=dtype),
+        grid=grid,
+        parameters=[p for p, _ in members],
+        matrices=local_matrices,
+        rounds=plan_rounds(matrices, grid, bucket_bytes=bucket_bytes),
+        like=get_local(members[0][0]).new_empty(0, dtype=dtype),
     )
 
 
@@ -501,6 +524,8 @@ def _count_multiplications(rows: int, columns: int, group: Mapping[str, Any]) ->
     for part in parts:
         size = part * (split // sum(parts))
         small, large = min(size, other), max(size, other)
+        # x xᵀ takes small² large multiplications, its square small³, and the product with x small²
+        # large.
         total += small**2 * (2 * large + small)
     return total
 
@@ -554,7 +579,8 @@ def _is_hidden(path: str, module: nn.Module) -> bool:
     name = canonical_name(path)
     if name in ("head", "output") or name.rpartition(".")[2] in ("lm_head", "embed_out"):
         return False
-    class_name, name = type(module).__name__.lower(), path.lower()
+    class_name = type(module).__name__.lower()
+    name = path.lower()
     is_router = class_name.endswith(("router", "gate")) or name.endswith("router")
     if isinstance(module, nn.Linear) and name.endswith("gate"):
         # The gate of an MLP has about as many outputs as inputs, that of experts one per expert.

@@ -27,10 +27,12 @@ class Rows:
     shape: torch.Size
     seed: int
     name: str
+    # One key for each row of the local shard, `[rows]`; the arrays share the memory of the tensors.
     own: Tensor
     moments: Tensor
     own_array: Any
     moments_array: Any
+    # The length of a local row, and the index of its first column in the full row.
     columns: int
     first: int
 
@@ -43,7 +45,9 @@ class Rows:
             torch.Size([3])
         """
         box = get_local_box(p)
-        shape, offset = tuple(box.local.shape) or (1,), tuple(box.offset) or (0,)
+        # A scalar is one row of one number.
+        shape = tuple(box.local.shape) or (1,)
+        offset = tuple(box.offset) or (0,)
         own = rounding_keys(make_key(seed, "rounding", name), shape, offset)
         moments = rounding_keys(make_key(seed, "rounding of moments", name), shape, offset)
         on_host = p.device.type == "cpu"  # where compiled loops read them as arrays
@@ -62,6 +66,7 @@ class Rows:
 
     def are_of(self, p: nn.Parameter, seed: int, name: str) -> bool:
         """Return whether these are the keys of a parameter, with the same seed and name."""
+        # Keys are cached by the parameter's id, which another parameter may have got since.
         return (
             self.p is p
             and self.seed == seed

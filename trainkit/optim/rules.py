@@ -57,14 +57,18 @@ class LowPrecisionAdamW(ElementwiseOptimizer):
     @staticmethod
     def coefficients(group: Mapping[str, Any], counts: Mapping[str, Any]) -> Coefficients:
         """Return the rule's coefficients and the new counters."""
-        step, (first, second) = counts["step"] + 1, group["betas"]
-        rates = (1 - first, 1 - second, 1 / (1 - first**step), (1 - second**step) ** -0.5)
+        step = counts["step"] + 1
+        first, second = group["betas"]
+        scale = 1 / (1 - first**step)
+        scale_sq = (1 - second**step) ** -0.5
+        rates = (1 - first, 1 - second, scale, scale_sq)
         return (*_decays(group), *rates, group["eps"]), {"step": step}
 
 
 def lion_rule(p: Any, g: Any, m: Any, c: Any) -> Any:
     """Return the parameter and the moment after a step."""
     lr, decay, against, mixed, new = c
+    # The sign of beta1 m + (1 - beta1) g, while the moment itself decays by beta2.
     u = sign(m + (g - m) * mixed)
     return p - lr * decayed(u, p, decay, against), m + (g - m) * new
 
@@ -169,6 +173,7 @@ def schedule_free_rule(p: Any, g: Any, x: Any, v: Any, c: Any) -> Any:
     # z is not stored: y = (1 - beta) z + beta x, so z = y + (y - x) beta / (1 - beta).
     z = p + (p - x) * ahead - lr * u
     x = x + (z - x) * share
+    # The parameter is y, where the next gradient is taken.
     return z + (x - z) * beta, x, v
 
 
@@ -208,16 +213,19 @@ class ScheduleFree(ElementwiseOptimizer):
         super().__init__(params, **options)
         if not all(group["betas"][0] > 0 for group in self.param_groups):
             raise ValueError("ScheduleFree: betas[0] must be above 0")
+        # z is recovered from y; the error of a rounded y would grow by beta / (1 - beta).
         if any(p.dtype.itemsize < 4 for group in self.param_groups for p in group["params"]):
             raise ValueError("ScheduleFree: parameters must be in fp32, got lower precision")
 
     @staticmethod
     def coefficients(group: Mapping[str, Any], counts: Mapping[str, Any]) -> Coefficients:
         """Return the rule's coefficients and the new counters: step, largest lr, sum of weights."""
-        step, (beta, second) = counts["step"] + 1, group["betas"]
+        step = counts["step"] + 1
+        beta, second = group["betas"]
         rate = counts["rate"]  # a tensor on a device
         rate = rate.clamp(min=group["lr"]) if hasattr(rate, "clamp") else max(rate, group["lr"])
         weight = counts["weight"] + rate**2
+        # 0 / 1 instead of 0 / 0 as long as a warmup has a rate of 0.
         share = rate**2 / (weight + (weight == 0))
         adaptive = (1 - second, (1 - second**step) ** -0.5, group["eps"])
         averaging = (beta, beta / (1 - beta), share)

@@ -39,7 +39,10 @@ SIGNED, UNSIGNED = np.int32(127), np.int32(255)
 """The largest codes of 8 bits: of a first moment, which has a sign, and of a second."""
 SHIFT = 20
 """The bits of an fp32 number that a code of 8 bits omits: three bits of the fraction remain."""
-SIZE, NAN = 0x7FFFFFFF, 0x7FC00000
+SIZE = 0x7FFFFFFF
+"""The bits of an fp32 number without its sign."""
+NAN = 0x7FC00000
+"""The bits of an fp32 NaN, to which larger ones are clamped."""
 _PER_COLUMN, _PER_STEP = 0xC13FA9A9, 0x91E10DA5
 """2^32 over the plastic number and over its square: multiples of both are spread evenly."""
 
@@ -121,7 +124,8 @@ def read_moment(name: str, parts: Mapping[str, Tensor], dtype: torch.dtype) -> T
     base = (scales.view(torch.int32) >> SHIFT) - largest
     size = codes & largest
     bits = torch.where(size > 0, (size + base[:, None]) << SHIFT, 0)
-    return (bits | ((codes & (255 - largest)) << 24)).view(torch.float32).view(-1).to(dtype)
+    sign = (codes & (255 - largest)) << 24  # from bit 7 to bit 31
+    return (bits | sign).view(torch.float32).view(-1).to(dtype)
 
 
 def get_largest_code(name: str) -> int:

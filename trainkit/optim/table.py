@@ -68,6 +68,7 @@ class OptimizerRow:
     @property
     def options(self) -> dict[str, Any]:
         """The options that a user can set, with their defaults, without rate and decay."""
+        # Decay is an argument of its own; the others follow from the model, the layout and the run.
         hidden = {"weight_decay", "seed", "axis", "parts", "parts_dim"}
         if self.make is ScheduleFree:  # its parameters are always fp32
             hidden.add("rounding")
@@ -78,6 +79,7 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
     "adamw": OptimizerRow(adamw, low_precision_moments=2),
     "lion": OptimizerRow(Lion, low_precision_moments=1, counts=0),
     "momentum": OptimizerRow(Momentum, low_precision_moments=1, counts=0),
+    # "match_rms", so that one rate and one decay serve Muon and the AdamW of the other parameters.
     "muon": OptimizerRow(
         partial(Muon, scale="match_rms"), fp32_moments=1, counts=0, other_parameters="adamw"
     ),
@@ -118,6 +120,7 @@ def state_bytes(
     _check_values(optimizer, options)
     row = OPTIMIZERS[optimizer]
     if row.other_parameters and not hidden:
+        # It has its default options: the user's are for the optimizer that was named.
         return state_bytes(row.other_parameters)
     moments = options.get("moments", "fp32")
     bytes_per_moment = moment_bytes(moments if in_blocks or moments != "8bit" else "fp32")
@@ -179,6 +182,7 @@ def make_optimizer(
     split = [get_named_parameters(stages)]
     if groups:
         split = split_by_pattern(split[0], list(groups), axis=axis)
+    # `_list_hidden_parts` communicates, so all stages decide by the same names whether to call it.
     names = (optimizer, *(group.get("optimizer", optimizer) for group in groups.values()))
     parts = (
         _list_hidden_parts(stages, axis)
@@ -196,6 +200,8 @@ def make_optimizer(
             parts,
             lr,
             {
+                # Later entries win: precision, the options of the main optimizer, those of the
+                # group.
                 **list_precision_options(name, precision or Precision()),
                 **(options if name == optimizer else {}),
                 **{key: value for key, value in group.items() if key not in _NO_OPTIONS},
@@ -242,6 +248,7 @@ def list_precision_options(optimizer: str, precision: Precision) -> dict[str, An
         options["moments"] = precision.moments
     if precision.storage == "bf16":
         options["rounding"] = "stochastic"
+    # Without the option bf16 parameters would lose small updates, and moments would be in fp32.
     supported = _get_row(optimizer).options
     for name in (name for name in options if name not in supported):
         tensors = "parameters in bf16" if name == "rounding" else f"moments in {precision.moments}"
@@ -274,6 +281,7 @@ def _list_hidden_parts(
     # Every stage has a group for every kind of parts, if need be empty, as a checkpoint wants it.
     parts_by_name = hidden_matrices(stages)
     by_rank = all_gather_objects([*parts_by_name.values()], axis)
+    # JSON has no tuples: what was gathered has lists.
     kinds = {None if parts is None else tuple(parts) for rank in by_rank for parts in rank}
     ordered = sorted(kinds, key=lambda parts: () if parts is None else parts)
     return {
@@ -316,6 +324,7 @@ def _make_optimizers(
     """Return the optimizer of some parameters, followed by that of the others, if it has one."""
     _check_values(optimizer, options)
     row = OPTIMIZERS[optimizer]
+    # Only elementwise optimizers round stochastically.
     if "seed" in row.parameters:
         options = {**options, "seed": seed}
     groups = make_decay_groups(named.items(), weight_decay=weight_decay)
@@ -338,8 +347,10 @@ def _make_optimizers(
             seed=seed,
             settings=settings,
         )
+    groups = [{**group, **settings} for group in groups]
     try:
-        return [row.make([{**group, **settings} for group in groups], lr=lr, **options), *rest]
+        return [row.make(groups, lr=lr, **options), *rest]
+    # Ranges are checked by the optimizers themselves; a command needs the option's place.
     except ValueError as error:
         raise ConfigError(str(error), where="optimizer_options", got=options) from error
 
@@ -351,6 +362,7 @@ _NO_OPTIONS = (*_GROUP_SETTINGS, "optimizer")
 def _check_group(group: Mapping[str, Any]) -> None:
     for name in _GROUP_SETTINGS:
         value = group.get(name, 0.0)
+        # Not isinstance: True is an int.
         if type(value) not in (int, float) or not 0 <= value < math.inf:
             raise ConfigError(
                 f"optimizer groups: {name} must be a finite number of at least 0, got {value!r}",
@@ -426,6 +438,7 @@ def parse_groups(texts: Iterable[str], *, optimizer: str = "adamw") -> dict[str,
     """
     groups: dict[str, dict[str, Any]] = {}
     for text in texts:
+        # The empty pattern of an empty text matches no name, which is an error later.
         pattern, *pairs = text.split() or [""]
         if pattern in groups:
             raise ConfigError(
@@ -434,6 +447,8 @@ def parse_groups(texts: Iterable[str], *, optimizer: str = "adamw") -> dict[str,
                 got=pattern,
             )
         values = {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
+        # Settings of the group itself; all other pairs are options of its optimizer, with their own
+        # types.
         group = {name: _parse_literal(values[name]) for name in _GROUP_SETTINGS if name in values}
         if "optimizer" in values:
             group["optimizer"] = values["optimizer"]
@@ -445,6 +460,7 @@ def parse_groups(texts: Iterable[str], *, optimizer: str = "adamw") -> dict[str,
 
 def _parse_literal(text: str) -> Any:
     try:
+        # Words such as bf16 are no literals, and stay strings.
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         try:

@@ -82,7 +82,11 @@ def _find_fewest_bins(task: Task, rows: int) -> IntArray:
         return bins if fits else None
 
     # Fewer bins cannot hold all tokens, or all pieces.
-    low = max(1, -(-task.total // (rows * task.capacity)), -(-size // (rows * task.limit)))
+    low = max(
+        1,
+        -(-task.total // (rows * task.capacity)),
+        -(-size // (rows * task.limit)),
+    )
     high = low
     step = 1
     best = try_k(low)
@@ -126,6 +130,7 @@ def _fill_emptiest(  # noqa: PLR0917 (an array is a parameter)
     for key in range(ends.size - 1, 0, -1):
         length = sizes[key]
         for place in range(ends[key - 1], ends[key]):
+            # All bins of this load have got a piece: on to the next load that some bin has.
             while at == count and load + length < max_load:
                 load += 1
                 count = at = 0
@@ -134,6 +139,7 @@ def _fill_emptiest(  # noqa: PLR0917 (an array is a parameter)
                     emptiest[count] = bin_
                     count += 1
                     bin_ = following[bin_]
+                # Ties go to the lowest number, and a linked list is not in the order of numbers.
                 emptiest[:count].sort()
             if at == count or load + length > max_load:
                 return False

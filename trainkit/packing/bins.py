@@ -12,14 +12,14 @@ import numpy as np
 from trainkit.noise.hashing import make_key
 from trainkit.packing.fits import (
     INT32,
-    MOST_TOKENS,
+    MAX_TOKENS,
     argsort_keys,
     best_fit,
-    check_whole,
+    check_integer,
     read_only,
 )
 from trainkit.packing.pieces import (
-    MOST_PIECES,
+    MAX_PIECES,
     SHELF,
     SHELF_BITS,
     align,
@@ -100,9 +100,9 @@ def pack_bins(
         raise ValueError(  # noqa: TRY004 -- as for all bad arguments
             f"pack_bins: fit must be a function, got {fit!r}: give the function packing.{name}"
         )
-    check_whole("pack_bins", "group_size", group_size, least=0)
+    check_integer("pack_bins", "group_size", group_size, min_value=0)
     if seed is not None:
-        check_whole("pack_bins", "seed", seed)
+        check_integer("pack_bins", "seed", seed)
     num_pieces, largest = _survey_lengths(array, rule, overlong)
     order, counts = _make_groups(array, rule, num_pieces, int(group_size), seed)
     grouped = array if order is None else read_only(array[order])
@@ -112,7 +112,14 @@ def pack_bins(
     if order is not None:
         # From positions in the shuffled order back to the corpus' own numbers.
         documents[:] = order[documents]
-    return Bins(offsets, documents, starts, pieces, rule.capacity, rule.multiple_of)
+    return Bins(
+        offsets=offsets,
+        documents=documents,
+        starts=starts,
+        lengths=pieces,
+        capacity=rule.capacity,
+        multiple_of=rule.multiple_of,
+    )
 
 
 def select_rows(bins: Bins, rows: ArrayLike) -> Bins:
@@ -179,19 +186,20 @@ def _check_longest(lengths: np.ndarray[Any, Any], longest: int) -> None:
 def _make_rule(
     capacity: int, multiple_of: int, overlong: Overlong, max_documents: int | None
 ) -> _Rule:
-    check_whole("pack_bins", "capacity", capacity, least=1, most=MOST_TOKENS)
-    check_whole("pack_bins", "multiple_of", multiple_of, least=1, most=MOST_TOKENS)
+    check_integer("pack_bins", "capacity", capacity, min_value=1, max_value=MAX_TOKENS)
+    check_integer("pack_bins", "multiple_of", multiple_of, min_value=1, max_value=MAX_TOKENS)
     if max_documents is not None:
-        check_whole("pack_bins", "max_documents", max_documents, least=1)
+        check_integer("pack_bins", "max_documents", max_documents, min_value=1)
     capacity = int(capacity)
     multiple_of = int(multiple_of)
     below = capacity // multiple_of * multiple_of
     if below != capacity:
-        nearest = [n for n in (below, below + multiple_of) if 1 <= n <= MOST_TOKENS]
+        nearest = [n for n in (below, below + multiple_of) if 1 <= n <= MAX_TOKENS]
         raise ValueError(
             f"pack_bins: capacity {capacity} is no multiple of multiple_of={multiple_of}; "
             f"take {' or '.join(map(str, nearest))}"
         )
+    # What is left of a document that is longer than the capacity; nothing if it is dropped.
     max_tokens = {"split": _LONGEST, "error": _LONGEST, "truncate": capacity, "drop": 0}
     check_choice(tuple(max_tokens), "pack_bins", overlong=overlong)
     limit = None if max_documents is None else int(max_documents)
@@ -212,7 +220,7 @@ def _survey_lengths(lengths: IntArray, rule: _Rule, overlong: Overlong) -> tuple
             f"{rule.capacity}: raise it (--row-length of a recipe, --capacity of pack), or let "
             "`overlong` split, truncate or drop such documents (--overlong of pack)"
         )
-    if num_pieces > MOST_PIECES:
+    if num_pieces > MAX_PIECES:
         raise ValueError(
             f"pack_bins: lengths come to more than 2^31 - 1 pieces of capacity {rule.capacity}; "
             f"the longest, document {int(lengths.argmax())}, has {largest} tokens: raise the "
@@ -236,7 +244,9 @@ def _make_groups(
     # Equal parts of a permutation. The sort is stable, so that a group keeps corpus order.
     group_of = _shuffle(lengths.size, seed, "group") * num_groups // lengths.size
     order, ends = argsort_keys(read_only(group_of), num_groups)
-    groups = (read_only(lengths[order[a:b]]) for a, b in pairwise([0, *ends.tolist()]))
+    # Groups of equally many documents have different numbers of pieces.
+    bounds = pairwise([0, *ends.tolist()])
+    groups = (read_only(lengths[order[start:end]]) for start, end in bounds)
     return order, [survey(group, rule.capacity, rule.max_tokens)[2] for group in groups]
 
 
@@ -287,12 +297,15 @@ def _pack_groups(
             columns[0],
             columns[2],
         )
+        # The bins come in any order, so pieces are sorted by bin. An entry has a fourth column
+        # where a document may have several pieces: the index of the piece.
         if max_pieces == 0:  # a wrong one
             entries = np.empty((size, 4 if has_splits else 3), integer)
             ends, max_tokens, max_pieces = _write_sorted(
                 bin_of, lengths, start, rule, entries, columns
             )
         _check_bins(fit, max_tokens, max_pieces, rule)
+        # From pieces of this group to pieces of all groups.
         ends += first
         offsets.append(ends)
         first += size
@@ -340,9 +353,10 @@ def _write_sorted(  # noqa: PLR0917 (an array is a parameter)
     places = places[: (ends.size + SHELF - 1) >> SHELF_BITS]
     sort_into_shelves(bin_of, lengths, *start, rule.capacity, rule.max_tokens, places, entries)
     order = np.empty(np.diff(places, prepend=0).max(), entries.dtype)
-    return ends, *sort_shelves(
+    max_tokens, max_pieces = sort_shelves(
         places, entries, rule.capacity, rule.multiple_of, order, ends, *columns
     )
+    return ends, max_tokens, max_pieces
 
 
 def _check_bins(fit: Fit, max_tokens: int, max_pieces: int, rule: _Rule) -> None:

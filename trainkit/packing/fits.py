@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 INT32 = 1 << 31
 """The first integer beyond int32."""
-MOST_TOKENS = INT32 - 1
+MAX_TOKENS = INT32 - 1
 """The longest row: `cu_seqlens` is int32."""
 
 
@@ -120,7 +120,8 @@ def best_fit(lengths: IntArray, capacity: int, *, max_documents: int | None) -> 
     size = task.keys.size
     # There are at most three runs per length, and far fewer segments than pieces; memory that is
     # never touched is never allocated.
-    runs = np.empty((min(bound_num_bins(task), 3 * task.sizes.size), 5), np.int64)
+    max_runs = min(bound_num_bins(task), 3 * task.sizes.size)
+    runs = np.empty((max_runs, 5), np.int64)
     segments = np.empty((size, 4), np.int32 if size < INT32 else np.int64)
     firsts = np.zeros(task.sizes.size, np.int64)
     _best_fit(task.keys, task.sizes, task.capacity, task.limit, runs, segments, firsts)
@@ -205,12 +206,12 @@ def _check_arguments(
     name: str, lengths: Any, capacity: int, max_documents: int | None
 ) -> tuple[IntArray, int]:
     """Return the lengths in the form of the compiled loops, and the limit of pieces."""
-    check_whole(name, "capacity", capacity, least=1, most=MOST_TOKENS)
+    check_integer(name, "capacity", capacity, min_value=1, max_value=MAX_TOKENS)
     lengths = integers(name, "lengths", lengths)
     if lengths.ndim != 1:
         raise ValueError(f"{name}: lengths must have one dimension, got shape {lengths.shape}")
     if max_documents is not None:
-        check_whole(name, "max_documents", max_documents, least=1)
+        check_integer(name, "max_documents", max_documents, min_value=1)
     limit = lengths.size if max_documents is None else min(int(max_documents), lengths.size)
     return read_only(np.ascontiguousarray(lengths)), max(1, limit)
 
@@ -224,16 +225,21 @@ def _check_lengths(name: str, shortest: int, longest: int, capacity: int) -> Non
         )
 
 
-def check_whole(
-    where: str, name: str, value: int, *, least: int | None = None, most: int | None = None
+def check_integer(
+    function: str,
+    name: str,
+    value: int,
+    *,
+    min_value: int | None = None,
+    max_value: int | None = None,
 ) -> None:
-    """Raise ValueError if an argument of `where` is not an integer, or out of range."""
+    """Raise ValueError if an argument of `function` is not an integer, or out of range."""
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    is_above = is_integer and most is not None and value > most
-    if not is_integer or is_above or (least is not None and value < least):
-        bound = "" if least is None else f" of at least {least}"
-        bound = f" of at most {most}" if is_above else bound
-        raise ValueError(f"{where}: {name} must be an integer{bound}, got {value!r}")
+    is_above = is_integer and max_value is not None and value > max_value
+    if not is_integer or is_above or (min_value is not None and value < min_value):
+        bound = "" if min_value is None else f" of at least {min_value}"
+        bound = f" of at most {max_value}" if is_above else bound
+        raise ValueError(f"{function}: {name} must be an integer{bound}, got {value!r}")
 
 
 def read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -354,7 +360,7 @@ def _best_fit(  # noqa: PLR0917 (an array is a parameter)
     A run is consecutive bins with equal contents. It takes all pieces of a length at once, so that
     the time depends on the number of lengths, and hardly on the number of pieces.
     """
-    begin, count, space = runs[:, 0], runs[:, 1], runs[:, 2]
+    first_bin, count, space = runs[:, 0], runs[:, 1], runs[:, 2]
     room, earlier = runs[:, 3], runs[:, 4]
     ready = np.empty(len(runs), np.int64)  # the stack
     waiting = np.full(sizes.size, -1)  # for each key, the last run with space for it
@@ -367,29 +373,34 @@ def _best_fit(  # noqa: PLR0917 (an array is a parameter)
     for key in range(sizes.size - 1, 0, -1):
         length = sizes[key]
         num_ready = _push_runs(ready, num_ready, waiting[key], earlier, space, every)
+        # Until here `firsts` counts the pieces of each length, and from here on finds its segments.
         left, firsts[key] = firsts[key], num_segments
         while left > 0:
             if num_ready == 0:
+                # All new bins that the remaining pieces need are one run.
                 per_bin = min(capacity // length, limit)
-                begin[num_runs], count[num_runs] = num_bins, (left + per_bin - 1) // per_bin
+                first_bin[num_runs] = num_bins
+                count[num_runs] = (left + per_bin - 1) // per_bin
                 space[num_runs], room[num_runs] = capacity, limit
                 num_bins += count[num_runs]
                 ready[num_ready] = num_runs
                 num_ready, num_runs = 1, num_runs + 1
             run = ready[num_ready - 1]
             per_bin = _count_fitting(length, space[run], room[run], left)
+            # Bins that take `per_bin` pieces each; a last bin that takes fewer has its own round.
             bins = min(count[run], left // per_bin)
             if bins < count[run]:  # the others stay on the stack
                 part = num_runs
                 num_runs += 1
-                begin[part], count[part] = begin[run], bins
+                first_bin[part], count[part] = first_bin[run], bins
                 space[part], room[part] = space[run], room[run]
-                begin[run] += bins
+                first_bin[run] += bins
                 count[run] -= bins
                 run = part
             else:
                 num_ready -= 1
-            segments[num_segments, 0], segments[num_segments, 1] = begin[run], begin[run] + bins
+            segments[num_segments, 0] = first_bin[run]
+            segments[num_segments, 1] = first_bin[run] + bins
             segments[num_segments, 2] = segments[num_segments, 3] = per_bin
             num_segments += 1
             left -= bins * per_bin
@@ -401,6 +412,7 @@ def _best_fit(  # noqa: PLR0917 (an array is a parameter)
                 ready[num_ready] = run
                 num_ready += 1
             else:
+                # Waits for the longest length that fits its space.
                 file = space[run] if every else np.searchsorted(sizes, space[run], "right") - 1
                 earlier[run] = waiting[file]
                 waiting[file] = run
@@ -458,13 +470,16 @@ def _first_fit(  # noqa: PLR0917 (an array is a parameter)
         place = ends[key - 1]
         end = ends[key]
         while place < end:
+            # The root has the largest space of all bins: a bin that is open has room.
             if tree[1] >= length:
                 node = 1
                 while node < leaves:
                     node *= 2
+                    # The left child goes first, since its bins have lower numbers.
                     if tree[node] < length:
                         node += 1
             else:
+                # Opens a bin; its space then goes up the tree like that of any other.
                 node = leaves + num_bins
                 tree[node] = capacity
                 room[num_bins] = limit
@@ -477,6 +492,7 @@ def _first_fit(  # noqa: PLR0917 (an array is a parameter)
             tree[node] = tree[node] - taken * length if room[bin_] > 0 else 0
             while node > 1:
                 node //= 2
+                # Where a node's largest space stays, that of the nodes above it does too.
                 largest = max(tree[2 * node], tree[2 * node + 1])
                 if tree[node] == largest:
                     break

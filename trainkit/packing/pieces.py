@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 SHELF_BITS = 12
 SHELF = 1 << SHELF_BITS
 """Bins that are sorted at a time: their pieces, and a line of every shelf, fit the cache."""
-MOST_PIECES = (1 << 31) - 1
+MAX_PIECES = (1 << 31) - 1
 """The maximum number of pieces: 48 GiB of documents, starts and lengths."""
 
 
@@ -33,7 +33,7 @@ def align(lengths: IntArray, multiple_of: int) -> IntArray:
 def survey(lengths: Any, capacity: int, max_tokens: int) -> Any:
     """Return the smallest length (at max_tokens 0), the largest, and the number of pieces.
 
-    A number above `MOST_PIECES` is not exact, because the sum could overflow.
+    A number above `MAX_PIECES` is not exact, because the sum could overflow.
     """
     smallest = largest = num_pieces = 0
     for document in range(lengths.size):
@@ -44,8 +44,10 @@ def survey(lengths: Any, capacity: int, max_tokens: int) -> Any:
     if largest > capacity:  # in a second loop, so that the compiler can vectorize the first
         for length in lengths:
             if length > capacity:
+                # Pieces beyond the first, which is counted above. With `max_tokens` 0 (drop) this
+                # is -1, and takes back the first.
                 parts = (min(length, max_tokens) - 1) // capacity
-                num_pieces = min(num_pieces + parts, MOST_PIECES + 1)
+                num_pieces = min(num_pieces + parts, MAX_PIECES + 1)
     return smallest, largest, num_pieces
 
 
@@ -68,6 +70,7 @@ def write_pieces(  # noqa: PLR0917 (an array is a parameter)
     while piece < pieces.size:
         length = lengths[document]
         if length <= capacity:
+            # Written even for a document without tokens, and then overwritten by the next one.
             documents[piece] = document
             pieces[piece] = length
             piece += length > 0
@@ -130,6 +133,7 @@ def count_shelves(bin_of: Any, places: Any) -> int:
             return 0
         places[bin_ >> SHELF_BITS] += 1
         largest = max(largest, bin_)
+    # From counts to starts: a running sum that leaves out the shelf itself.
     place = 0
     for shelf in range(places.size):
         places[shelf], place = place, place + places[shelf]
@@ -154,6 +158,7 @@ def sort_into_shelves(  # noqa: PLR0917 (an array is a parameter)
     """
     for piece in range(bin_of.size):
         end = _get_end(lengths[document], capacity, max_tokens)
+        # Goes on to the next document with pieces; one that is empty or dropped has end 0.
         while start >= end:
             document += 1
             start = 0
@@ -197,6 +202,8 @@ def sort_shelves(  # noqa: PLR0917 (an array is a parameter)
     tokens = np.empty(SHELF, np.int64)
     first = max_pieces = max_tokens = 0
     for shelf in range(places.size):
+        # `shelf_ends` first counts the pieces of each bin, then has their starts, and at last their
+        # ends.
         shelf_ends = ends[shelf * SHELF : (shelf + 1) * SHELF]
         shelf_ends[:], tokens[:] = 0, 0
         for entry in range(first, places[shelf]):
@@ -213,10 +220,12 @@ def sort_shelves(  # noqa: PLR0917 (an array is a parameter)
             max_pieces = max(max_pieces, shelf_ends[bin_])
             max_tokens = max(max_tokens, tokens[bin_])
             shelf_ends[bin_], place = place, place + shelf_ends[bin_]
+        # A counting sort, which is stable: the pieces of a bin keep their order.
         for entry in range(first, places[shelf]):
             place = shelf_ends[entries[entry, 2]]
             shelf_ends[entries[entry, 2]] = place + 1
             order[place - first] = entry
+        # In the order of the columns, which are long; only reads from the cache are random.
         for place in range(first, places[shelf]):
             entry = order[place - first]
             documents[place] = entries[entry, 0]

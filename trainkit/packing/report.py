@@ -61,6 +61,7 @@ def report_packing(bins: Bins, lengths: ArrayLike | None = None) -> dict[str, in
     num_pieces = np.bincount(bins.documents, minlength=lengths.size)
     # bincount sums in float64, which is exact up to 2^53 tokens of one document.
     packed = np.bincount(bins.documents, bins.lengths, lengths.size).astype(np.int64)
+    # `minlength` is only a minimum: the result is longer where the bins hold a later document.
     if packed.size > lengths.size:
         raise ValueError(
             "report_packing: the bins were made from other lengths: they hold document "
@@ -106,6 +107,7 @@ def format_overlong_warning(
     if not overlong:
         return ""
     percent = 100 * overlong / total
+    # Below 1 % one significant digit: a few of millions are not 0 %.
     figure = f"{percent:.0f}" if percent >= 1 else f"{percent:.1g}"
     return (
         f"warning: {overlong:,} of {total:,} {what} are longer than {capacity:,} tokens: "
@@ -128,7 +130,8 @@ def row_costs(bins: Bins) -> IntArray:
         array([64, 32, 22])
     """
     # With differences of running sums a row without pieces costs 0, and overflow cancels.
-    sums = np.concatenate([[0], np.cumsum(align(bins.lengths, bins.multiple_of) ** 2)])
+    lengths = align(bins.lengths, bins.multiple_of)
+    sums = np.concatenate([[0], np.cumsum(lengths**2)])
     return np.diff(sums[bins.offsets])
 
 

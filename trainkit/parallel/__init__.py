@@ -1,8 +1,8 @@
-"""Where a model's work happens: transforms of a plan, and the functions that apply them.
+"""Parallelism and memory: the transforms of a plan, and the functions that apply them.
 
-A transform says what becomes of a module (`tensor_parallel`, `sequence_parallel`,
+A transform changes how and where a module computes (`tensor_parallel`, `sequence_parallel`,
 `expert_parallel`, `mixed_precision`, `recompute`, `offload_activations`, `compile_blocks`, `fsdp`,
-`ddp`); `build_stages` applies a list of them. What runs the stages of a pipeline is here too.
+`ddp`); `build_stages` applies a list of them. The executor of pipeline stages is here too.
 """
 
 from trainkit.parallel.attention import set_attention

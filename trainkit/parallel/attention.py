@@ -61,6 +61,7 @@ def set_attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
                 where="attention",
                 got=list(names),
             )
+        # Layers of one kind share the function, and with it its cache, such as flex's masks.
         made: dict[tuple[Any, ...], KernelChoice] = {}
         for layer in layers:
             window = getattr(layer, "window", None)

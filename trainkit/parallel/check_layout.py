@@ -55,7 +55,9 @@ def check_layout(
     world = get_world_size() if world is None else world
     problems = [*find_problems(layout, model, rows, world=world, device=device), *others]
     if problems:
-        first, more = problems[0], len(problems) - _MAX_PROBLEMS
+        first = problems[0]
+        more = len(problems) - _MAX_PROBLEMS
+        # The fields are those of the first problem: an exit code has one place to name.
         text = "; and ".join(problem.what for problem in problems[:_MAX_PROBLEMS])
         text += f"; and {more} more" if more > 0 else ""
         raise ConfigError(text, where=first.where, got=first.got, want=first.want)
@@ -76,6 +78,7 @@ def find_problems(
         ['ep']
     """
     try:
+        # Fills in dp_shard = -1, which all checks below need.
         layout = layout.over(world)
         assign_stages(layout.schedule, layout.pp)
     except ConfigError as error:
@@ -99,6 +102,7 @@ def _divisors(*numbers: int) -> str:
 
 
 def _find_expert_problems(layout: Layout, model: DecoderConfig | None) -> Iterator[ConfigError]:
+    # A setting without effect is more likely a forgotten degree.
     if layout.ep == 1 and not layout.ep_adjacent:
         yield ConfigError(
             "ep_adjacent = False says where the ranks of ep are, and ep = 1; raise ep, or leave "
@@ -109,6 +113,7 @@ def _find_expert_problems(layout: Layout, model: DecoderConfig | None) -> Iterat
         )
     if model is None or layout.ep == 1:
         return
+    # 1, so that the advice for a dense decoder is ep = 1.
     count = 1 if model.experts is None else model.experts.count
     if model.experts is None or count % layout.ep:
         text = f"{count} experts do not divide by"
@@ -127,6 +132,7 @@ def _find_head_problems(layout: Layout, model: DecoderConfig | None) -> Iterator
     if model is None:
         return
     tp, ulysses = layout.tp, layout.ulysses
+    # A tp that divides all four sizes: the advice must not lead to the next message.
     common = _divisors(model.heads, model.kv_heads, model.mlp_width, model.vocab_size)
     resize = f"set tp to {common}, or take another size of model"
     pad = f"round it up to a multiple with models.pad_vocab_size, or set tp to {common}"
@@ -227,7 +233,8 @@ def _find_fsdp_problems(layout: Layout, device: str) -> Iterator[ConfigError]:
             got=True,
             want=False,
         )
-    over, shards = layout.reshard_over, layout.count("fsdp")
+    over = layout.reshard_over
+    shards = layout.count("fsdp")
     if over and not layout.reshard_after_forward:
         yield ConfigError(
             f"reshard_over = {over} says where a block's parameters are after forward, and with "
@@ -238,6 +245,7 @@ def _find_fsdp_problems(layout: Layout, device: str) -> Iterator[ConfigError]:
         )
     # FSDP2 splits its mesh into shards / over groups of `over` ranks; neither may be 1.
     elif over and (shards % over or not 1 < over < shards):
+        # All that FSDP2 could take, for the message.
         sizes = [str(n) for n in range(2, shards) if shards % n == 0]
         yield ConfigError(
             f"reshard_over = {over} is no part of the {shards} ranks that shard parameters; set it "
@@ -259,7 +267,8 @@ def passes_to_itself() -> bool:
 def _find_schedule_problems(layout: Layout, device: str) -> Iterator[ConfigError]:
     if layout.pp == 1:
         return
-    kind, name = SCHEDULES[layout.schedule], f"schedule = {layout.schedule!r}"
+    kind = SCHEDULES[layout.schedule]
+    name = f"schedule = {layout.schedule!r}"
     # The two stages at the turn of a V are on one rank, which sends to itself.
     if kind.placement == "v" and device == "cpu" and not passes_to_itself():
         yield ConfigError(
@@ -269,6 +278,7 @@ def _find_schedule_problems(layout: Layout, device: str) -> Iterator[ConfigError
             got=layout.schedule,
             want="interleaved_1f1b",
         )
+    # Without FSDP nothing is freed or reduced between the two halves of a backward pass.
     if not kind.splits_backward or layout.wrapped == 1:
         return
     if layout.reshard_after_forward:
@@ -294,6 +304,7 @@ def _find_stage_problems(
     layout: Layout, model: DecoderConfig | None, rows: BatchShape | None
 ) -> Iterator[ConfigError]:
     """Check that there are layers for all stages, and rows for all readers and microbatches."""
+    # Over all ranks; schedules with a loop or a V have several stages on each.
     num_stages = len(assign_stages(layout.schedule, layout.pp))
     per_rank = num_stages // layout.pp
     if model is not None and layout.pp > 1 and num_stages > model.layers:
@@ -307,6 +318,7 @@ def _find_stage_problems(
         )
     if rows is None:
         return
+    # Ranks of ring, ulysses, tp and pp work on the rows of one reader together.
     readers = layout.count("dp")
     if rows.rows < readers:
         yield ConfigError(
@@ -321,6 +333,7 @@ def _find_stage_problems(
         return microbatches_wanted(layout.schedule, layout.pp, num_stages, count)
 
     rows_at_once = readers * rows.microbatch
+    # Rounded up: padding rows fill the last microbatch.
     count = -(-rows.rows // rows_at_once)
     if layout.pp > 1 and missing(count):
         # The next number of microbatches that the schedule can run.

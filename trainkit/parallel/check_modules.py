@@ -29,8 +29,10 @@ def refuse_max_norm(module: nn.Module, *, by: str, weights: Collection[str] | No
         trainkit.types.ConfigError: fsdp: 'words' is an Embedding with max_norm = 1.0, which ...
     """
     for name, part in module.named_modules():
+        # torch rescales rows in place before it looks them up, unseen by autograd.
         if not isinstance(part, nn.Embedding | nn.EmbeddingBag) or part.max_norm is None:
             continue
+        # `build_stages` names tied weights only, of which another stage has a copy.
         if weights is None or canonical_name(f"{name}.weight") in weights:
             raise ConfigError(
                 f"{by}: {canonical_name(name) or 'the model itself'!r} is an "
@@ -91,6 +93,7 @@ def refuse_container(module: nn.Module, name: str, *, by: str) -> None:
         Traceback (most recent call last):
         trainkit.types.ConfigError: fsdp: 'experts' is a ModuleList, which has no forward pass ...
     """
+    # Containers such as ModuleList inherit the forward pass that only raises.
     if type(module).forward is nn.Module.forward:
         raise ConfigError(
             f"{by}: {name or 'the model itself'!r} is a {type(module).__name__}, which has no "

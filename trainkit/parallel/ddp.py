@@ -62,6 +62,7 @@ def ddp(*, sums: bool = True) -> Transform:
     def apply(module: nn.Module, ps: ParallelState) -> nn.Module:
         if ps.dp_replicate.count > 1:
             refuse_max_norm(module, by="ddp")
+        # With sums=False too: then `fsdp` must not sum over replicas either.
         mark_replicated_(module)
         for part in module.modules() if sums else ():
             names = [name for name, _ in part.named_parameters(recurse=False)]
@@ -169,19 +170,22 @@ def vote_signs(
     for bucket in make_buckets([p for p in dict.fromkeys(params) if p.requires_grad]):
         check_dense(bucket)
         has = [p.grad is not None for p in bucket]
+        # A voter without a gradient votes 0.
         grads = list_gradients(bucket)
         shards = [get_local(grad) for grad in grads]
         flat = torch.cat([x.reshape(-1) for x in shards])
         is_bad = flat.isfinite().all().logical_not().reshape(1)
         # One message: which parameters have a gradient, whether one is not finite, the votes.
         ballots = torch.cat([make_flags(has, flat), is_bad.to(flat), flat.sign()])
+        # A sum of 127 signs fits into a byte.
         votes = ballots.to(torch.int8 if axis.count < 128 else torch.int32)
         if axis.count > 1:
             dist.all_reduce(votes, group=axis.group)
         owners, bad, votes = votes.split([len(shards), 1, flat.numel()])
         direction = votes.sign() if count == "majority" else votes / axis.count
         direction = direction.to(flat.dtype).masked_fill(bad > 0, math.nan)
-        for shard, values in zip(shards, direction.split([x.numel() for x in shards]), strict=True):
+        parts = direction.split([x.numel() for x in shards])
+        for shard, values in zip(shards, parts, strict=True):
             shard.copy_(values.view_as(shard))
         for p, grad, is_used in zip(bucket, grads, find_used(has, owners), strict=True):
             p.grad = grad if is_used else None

@@ -55,10 +55,12 @@ def describe_run(
     """
     stages = as_stages(stages_or_model, "describe_run")
     own = [p for p in get_named_parameters(stages).values() if not is_tied_copy(p)]
+    # In full size: `numel` of a DTensor counts the elements of all shards.
     counts = [
         sum(p.numel() for p in own if get_kind(p) == kind)
         for kind in ("trained", "frozen", "packed")
     ]
+    # Over pp only: ranks of other axes have shards of the same parameters.
     by_rank = all_gather_objects(counts, stages.pp)
     trained, frozen, packed = map(sum, zip(*by_rank, strict=True))
     share = f"{trained:,} of them trained" if frozen else "all trained"
@@ -69,7 +71,8 @@ def describe_run(
     ranks = f"{world} ranks: {stages.layout}" if world > 1 else "1 rank"
     # The changed layers may be on other stages only; all of them give the same text.
     linears = next(filter(None, all_gather_objects(describe_linears(stages), stages.pp)), "")
-    efficiency, steps = report_packing(rows)["efficiency"], len(rows) / rows_per_step
+    efficiency = report_packing(rows)["efficiency"]
+    steps = len(rows) / rows_per_step
     return (
         f"{trained + frozen:,} parameters, {share}, in {precision} on {name}, {ranks}\n"
         f"{len(rows):,} rows of {rows.capacity:,} tokens, {100 * efficiency:.1f} % full; "

@@ -112,6 +112,7 @@ def layers_over_ep(module: nn.Module) -> list[ExpertMlp]:
         []
     """
     layers = [x for x in module.modules() if isinstance(x, ExpertMlp)]
+    # All weights of a layer's experts have the mesh of this one.
     meshes: list[Any] = [getattr(x.experts.gate, "device_mesh", None) for x in layers]
     return [
         layer
@@ -142,8 +143,10 @@ def _shard_experts_(layer: ExpertMlp, ps: ParallelState) -> None:
         for name, p in own.items():
             full = (p.to_local() if over_tp else p).detach()
             dtensor = DTensor.from_local(
+                # A copy: a view would keep the memory of all experts.
                 full.chunk(ps.ep.count)[ps.ep.index].clone(),
                 ps.expert_mesh["ep", "tp"] if over_tp else ps.expert_mesh["ep"],
+                # Dimension 0 counts experts; every rank of tp holds the same ones.
                 [Shard(0), Replicate()] if over_tp else [Shard(0)],
                 run_check=False,
                 shape=full.shape,

@@ -70,6 +70,7 @@ def add_columns(
         return attrs.evolve(batch, extra={**batch.extra, **select_columns(output, batch)})
 
     with use_eval_mode(stages):
+        # In one block, at whose end FSDP frees what it has gathered.
         return [add_to(batch) for batch in microbatches]
 
 

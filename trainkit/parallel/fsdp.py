@@ -110,6 +110,7 @@ def fsdp(
         hybrid = replicates(module, ps)
         is_alone = ps.fsdp.count == 1 and not hybrid
         if is_alone:
+            # With degrees of 1: FSDP does not run here, and cpu_offload would do nothing.
             check_layout(Layout(cpu_offload=options.cpu_offload), world=1, device=ps.device.type)
         # Also on one rank, so that a wrong name is found before a run on many.
         units = find_blocks(
@@ -123,6 +124,7 @@ def fsdp(
         names = {part: canonical_name(name) for name, part in module.named_modules()}
         _check_modules(module, units, names)
         compute = get_compute_dtype(module)
+        # None stands for the dtype of the parameters.
         summed_in = reduce_dtype if compute else None
         shard = _make_sharder(ps, compute, summed_in, cpu_offload=options.cpu_offload)
         # The innermost modules first: FSDP2 leaves those that are units already to themselves.
@@ -166,6 +168,7 @@ def _make_state(axis: Axis, module: nn.Module) -> ParallelState:
     """Return the layout whose only axis is `axis`, over which parameters are sharded."""
     from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 (a second of import time)
 
+    # A module on the meta device will be where its group communicates.
     devices = [p.device for p in module.parameters() if not p.is_meta]
     device = devices[0] if devices else get_comm_device(axis)
     ps = solo_parallel(device)
@@ -204,6 +207,7 @@ def _make_sharder(
                 )
         # Pinned memory, torch's default, needs an accelerator: without one torch raises.
         offload_policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    # `mixed_precision` casts the inputs of the model; FSDP2 would cast those of every unit.
     mp_policy = MixedPrecisionPolicy(compute, reduce_dtype, cast_forward_inputs=False)
     return partial(fully_shard, mp_policy=mp_policy, offload_policy=offload_policy)
 
@@ -218,7 +222,8 @@ def _shard_experts_(layer: ExpertMlp, ps: ParallelState, shard: Any, *, hybrid: 
 
     assert ps.expert_mesh is not None
     sizes = [get_local(p).shape for p in layer.experts.parameters()]
-    even = [d for d in (0, 1) if all(size[d] % ps.expert_fsdp.count == 0 for size in sizes)]
+    count = ps.expert_fsdp.count
+    even = [dim for dim in (0, 1) if all(size[dim] % count == 0 for size in sizes)]
     placement = Shard(even[0] if even else 0)
 
     def place(_: nn.Parameter) -> Shard:
@@ -229,6 +234,7 @@ def _shard_experts_(layer: ExpertMlp, ps: ParallelState, shard: Any, *, hybrid: 
         mesh=ps.expert_mesh[("dp_replicate", "expert_fsdp") if hybrid else ("expert_fsdp",)],
         shard_placement_fn=place,
     )
+    # They are gathered inside of a block, which recomputation may wrap.
     hide_hooks_(layer.experts)
 
 
@@ -268,9 +274,12 @@ def _find_ends(
     ends = sorted((x for x in outside if [*x.parameters()]), key=lambda x: order[x])
     first = [x for x in ends if order[x] < order[blocks[0]]]
     last = [x for x in ends if order[x] > order[blocks[0]]]
-    first_params, last_params = ({p for x in end for p in x.parameters()} for end in (first, last))
+    first_params = {p for x in first for p in x.parameters()}
+    last_params = {p for x in last for p in x.parameters()}
     only_norms = last_params and all(p.dim() < 2 for p in last_params)
-    return ([], []) if first_params & last_params or only_norms else (first, last)
+    if first_params & last_params or only_norms:
+        return [], []
+    return first, last
 
 
 def _shard_unit_(
@@ -310,6 +319,7 @@ def _shard_unit_(
     for part in reversed(parts):  # the innermost first
         shard(part)
         hide_hooks_(part)
+    # A unit of several modules can have several dtypes: then it becomes one unit for each.
     for group in [unit] if isinstance(unit, nn.Module) else by_dtype.values():
         shard(group)
 
@@ -341,7 +351,8 @@ def _trained_dtype(module: nn.Module, names: Mapping[nn.Module, str]) -> torch.d
 
 def _most_common_dtype(module: nn.Module) -> torch.dtype | None:
     """Return the dtype of most trained elements of a module that are in no unit yet."""
-    sizes, remaining = Counter[torch.dtype](), [module]
+    sizes = Counter[torch.dtype]()
+    remaining = [module]
     while remaining:
         part = remaining.pop()
         remaining += _children_without_unit(part)
@@ -358,7 +369,9 @@ def _prefetch_(units: Sequence[Any], ahead: int) -> None:
     from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 (a second of import time)
 
     for i, unit in enumerate(units):
-        later, earlier = units[i + 1 : i + 1 + ahead], units[max(0, i - ahead) : i][::-1]
+        # In the order of use: backward goes through the units in reverse.
+        later = units[i + 1 : i + 1 + ahead]
+        earlier = units[max(0, i - ahead) : i][::-1]
         for others, set_prefetch in (
             (later, unit.set_modules_to_forward_prefetch),
             (earlier, unit.set_modules_to_backward_prefetch),

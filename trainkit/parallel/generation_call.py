@@ -82,23 +82,28 @@ def make_call(
             own = None if logits is None else [logits.shape[-1], str(logits.dtype)]
             kind.extend(all_gather_objects(own, pp)[last])
         if logits is None:
-            shape, dtype = (1, length, kind[0]), getattr(torch, kind[1].removeprefix("torch."))
-            logits = torch.empty(shape, dtype=dtype, device=compute_device(stages[0]))
+            vocab_size, dtype_name = kind
+            dtype = getattr(torch, dtype_name.removeprefix("torch."))
+            device = compute_device(stages[0])
+            logits = torch.empty((1, length, vocab_size), dtype=dtype, device=device)
         # Also where each rank has computed them: equal bits draw equal tokens.
         if not sharded:
             return broadcast(logits.contiguous(), world, source=source)
         logits = broadcast(logits.contiguous(), pp, source=last)
+        # From the first rank of each axis in turn: then all ranks of a batch have its bits.
         for axis in (stages.ulysses, stages.ring, tp):
             logits = broadcast(logits, axis)
         return logits
 
     def run_cached(_: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        # The rows of logits that are wanted; None stands for those of all tokens.
         ends = batch["cache"].last
         rows = batch["input_ids"].shape[1] if ends is None else len(ends)
         return share(run(_pad_to_multiple(batch, tp.count), call_with_cache), rows)
 
     def run_full(_: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        padded, length = _pad_document(batch, stages), batch["input_ids"].shape[1]
+        padded = _pad_document(batch, stages)
+        length = batch["input_ids"].shape[1]
         local = shard_sequence(padded, ring=stages.ring.share, ulysses=stages.ulysses.share)
         logits = run(local, call or stages.call)
         if logits is not None:
@@ -129,8 +134,12 @@ def _pad_to_multiple(batch: Mapping[str, Any], multiple: int) -> Mapping[str, An
     padding = -length % multiple
     if not padding:
         return batch
+    # A document of its own, which no token of the text attends to.
     values = {"input_ids": 0, "position_ids": 0, "document_ids": -1}
-    padded = {k: nn.functional.pad(batch[k], (0, padding), value=x) for k, x in values.items()}
+    padded = {
+        name: nn.functional.pad(batch[name], (0, padding), value=value)
+        for name, value in values.items()
+    }
     spans, cache = batch["spans"], batch["cache"]
     ends = nn.functional.pad(spans.cu_seqlens, (0, 1))
     ends[-1] = length + padding
@@ -143,13 +152,15 @@ def _pad_to_multiple(batch: Mapping[str, Any], multiple: int) -> Mapping[str, An
 def _pad_document(batch: Mapping[str, Any], stages: Stages) -> Batch:
     """Return a batch of one document, padded so that every rank has an equal shard of it."""
     device = compute_device(stages[0])
-    ids, lengths = batch["input_ids"].to(device), batch["spans"].lengths
+    ids = batch["input_ids"].to(device)
+    lengths = batch["spans"].lengths
     if ids.shape[0] != 1 or len(lengths) != 1:
         raise ValueError(
             f"make_call: a batch of {ids.shape[0]} rows with {len(lengths)} documents was given; "
             "its call takes one row with one document"
         )
     ring = stages.ring.count
+    # The zigzag of a ring makes two chunks for each rank.
     multiple = stages.tp.count * stages.ulysses.count * (2 * ring if ring > 1 else 1)
     length = -(-ids.shape[1] // multiple) * multiple
     zeros = torch.zeros((1, length), dtype=torch.int64, device=device)
@@ -157,6 +168,7 @@ def _pad_document(batch: Mapping[str, Any], stages: Stages) -> Batch:
     return Batch(
         input_ids=nn.functional.pad(ids, (0, length - ids.shape[1])),
         labels=zeros + IGNORED_LABEL,
+        # The first position may not be 0.
         position_ids=batch["position_ids"][:, :1].to(device) + index,
         document_ids=zeros,
         token_index=index,

@@ -27,11 +27,17 @@ from trainkit.parallel.notes import Note
 from trainkit.types import Axis, ConfigError, ParallelState, Share
 
 Reduce = Literal["last", "each"]
+# A step has failed in this module of FSDP2 or DDP, and some of its gradients are reduced already.
 _BROKEN_OFF = Note("broken_off", default=False)
+# The reduce-scatter that rounds the gradients of this module.
 _ROUNDED: Note["_RoundedScatter | None"] = Note("rounded_scatter", default=None)
+# The parameters whose gradients are partial sums, by name, and the axes to sum them over.
 _PARTIAL: Note[tuple[tuple[tuple[str, ...], Axis], ...]] = Note("partial_gradients", default=())
+# Another transform than `fsdp` sums over the replicas of this model.
 _REPLICATED = Note("replicated", default=False)
+# The order of the last step, on the outermost FSDP2 module, until it is compared over ranks.
 _UNREAD: Note["_Order | None"] = Note("unread_order", default=None)
+# 64 MiB in fp32, the memory that a reduction takes besides the gradients.
 _BUCKET_ELEMENTS = 16 * 1024 * 1024
 
 
@@ -131,6 +137,7 @@ def keep_gathered_if_returned_(module: Any) -> None:
     """
 
     def check_output(unit: Any, inner: nn.Module, args: Any, output: Any) -> Any:
+        # The first pass is enough: the method of the class is in force again.
         del unit.post_forward
         own = {get_storage_id(p._unsharded_param) for p in unit.fsdp_params}  # noqa: SLF001 (see _was_gathered)
         if any(get_storage_id(x) in own for x in _iterate_tensors(output)):
@@ -160,6 +167,7 @@ def _sum_bucket(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Ten
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     assert work is not None
 
+    # DDP wants the future of one tensor; that of an all-reduce has a list.
     def get_tensor(future: Any) -> Tensor:
         return future.value()[0]
 
@@ -259,6 +267,8 @@ class Reduction:
         names = [(unit, name) for name, module in reducers.fsdp for unit in fsdp_groups(module)]
         self.order = _Order(dict(reversed(names)))
         params = [p.sharded_param for unit in self.units for p in _list_trainable(unit)]
+        # By the id of a sharded parameter: whether a microbatch of this rank has used it, and
+        # whether an earlier call has left a gradient, which `_drop_unused` must keep.
         self.used = {id(p): False for p in params}
         self.had_grad = {id(p) for p in params if p.grad is not None}
 
@@ -294,6 +304,7 @@ class Reduction:
         if not _was_gathered(unit):  # a unit that no microbatch has used, in no step
             return
         if now and last and unit in self.remaining:
+            # All-reduces over replicas must match: such units take turns in one order.
             with_replicas = (x for x in self.remaining if _get_replica_group(x) is not None)
             if _get_replica_group(unit) is not None and unit is not next(with_replicas):
                 now = False
@@ -309,6 +320,7 @@ class Reduction:
         unit.reduce_grads = now
         unit.all_reduce_grads = last
         try:
+            # By the class: the attribute of the instance is `_after_backward`.
             type(unit).post_backward(unit)
         finally:
             unit.reduce_grads = unit.all_reduce_grads = True
@@ -403,6 +415,7 @@ class _Order:
 
     def __init__(self, names: Mapping[Any, str]) -> None:
         self.names = names
+        # A unit's index in the model is equal on all ranks, so it stands for the unit in the hash.
         self.numbers = {unit: number for number, unit in enumerate(names)}
         self.events: dict[Any, list[tuple[str, int]]] = {}
         self.sums: list[tuple[Any, Tensor]] = []
@@ -423,6 +436,7 @@ class _Order:
     def sum_with(self, counts: Tensor, group: Any) -> Tensor:
         """Sum counts over a group, and in the same all-reduce the order's hash and its square."""
         events = self.events.get(group, ())
+        # The hash of integers is the same in every process, unlike that of strings.
         order = hash(tuple((number, event == "reduced") for event, number in events)) % 2**20
         hashes = [counts.new_full((1,), order), counts.new_full((1,), order * order)]
         counts = torch.cat([counts, *hashes])
@@ -459,6 +473,7 @@ class _Order:
         events = [(event, names[number]) for event, number in self.events.get(group, ())]
         axis = Axis("group", Share(group.rank(), group.size()), group)
         by_rank = all_gather_objects(events, axis)
+        # One order may be the start of another: then the end is where they differ.
         orders = [[*map(tuple, events), ("ended the step", "")] for events in by_rank]
         other = next(order for order in orders if order != orders[0])
         pairs = zip(orders[0], other, strict=False)
@@ -516,6 +531,7 @@ class _RoundedScatter:
         finally:
             self.key = None
 
+    # `allocate` and `__call__` are the protocol of FSDP2's custom reduce-scatter.
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -581,6 +597,7 @@ def use_reduction(
             sum_partial_(model)
     except BaseException:
         for _, module in (*reducers.fsdp, *reducers.ddp):
+            # Some gradients are reduced and others are not: no later step may add to them.
             _BROKEN_OFF.write_(module, True)
         raise
 
@@ -715,10 +732,12 @@ def all_reduce_gradients_(parameters: Iterable[nn.Parameter], group: dist.Proces
         has_grad = [p.grad is not None for p in bucket]
         grads = list_gradients(bucket)
         shards = [get_local(grad) for grad in grads]
+        # The sum of the flags is the number of ranks that have each gradient.
         flags = make_flags(has_grad, shards[0])
         flat = torch.cat([flags, *(shard.reshape(-1) for shard in shards)])
         dist.all_reduce(flat, group=group)
-        counts, *sums = flat.split([len(shards), *(shard.numel() for shard in shards)])
+        sizes = [shard.numel() for shard in shards]
+        counts, *sums = flat.split([len(flags), *sizes])
         for shard, total in zip(shards, sums, strict=True):
             shard.copy_(total.view_as(shard))
         for p, grad, is_used in zip(bucket, grads, find_used(has_grad, counts), strict=True):

@@ -13,6 +13,7 @@ from trainkit.parallel.notes import Note
 from trainkit.parallel.parameters import canonical_name
 from trainkit.types import ConfigError
 
+# Several texts if several transforms have changed a layer.
 _COMPUTES: Note[tuple[str, ...]] = Note("computes_in", default=())
 _HEADS = ("head", "lm_head")
 
@@ -44,8 +45,10 @@ def choose_layers(
     named = {
         canonical_name(x): part for x, part in module.named_modules() if isinstance(part, kinds)
     }
+    # Of all layers, for the message if none is suitable.
     problems = {name: problem(part) for name, part in named.items()}
     if pattern is None:
+        # A transform that can change experts does so only if the pattern names them.
         usual = [x for x, part in named.items() if not isinstance(part, ExpertWeights)]
         chosen = [x for x in usual if not problems[x] and x.rpartition(".")[2] not in _HEADS]
     else:

@@ -99,9 +99,11 @@ def materialize_(
     stored = {name: x for name, x in get_named_buffers([module]).items() if name in listed_shapes}
     with torch.no_grad():
         for name, buffer in list_buffers(module).items():
+            # Computed values; persistent buffers that the weights list are overwritten below.
             buffer.copy_((buffers or {})[name])
         for name, tensor in (get_named_parameters([module]) | stored).items():
             box = get_local_box(tensor)
+            # Of an uneven sharding some ranks have no elements.
             if box.local.numel():
                 # A parameter that a transform has added is computed from the original weights.
                 read = partial(fills[name], weights) if name in fills else weights
@@ -128,6 +130,7 @@ def _read_values(
     weights: Weights, names: Sequence[str], shape: tuple[int, ...], offset: tuple[int, ...]
 ) -> Tensor:
     """Return a box of a tensor, and check that it is the same by each of its names."""
+    # Weights may list a tied tensor under any of its names; those without a list have the first.
     available = [name for name in names if name in shapes_of(weights)] or names[:1]
     results = [weights(name, shape, offset) for name in available]
     for name, values in zip(available, results, strict=True):
@@ -180,6 +183,7 @@ def compute_buffers(make_model: Callable[[], nn.Module]) -> dict[str, Tensor]:
         on_meta = parameter.detach().to("meta")
         return nn.Parameter(on_meta, requires_grad=parameter.requires_grad)
 
+    # torch has only a hook for all modules of the process.
     handle = register_module_parameter_registration_hook(cast("Any", without_memory))
     try:
         return {name: x.clone() for name, x in list_buffers(make_model()).items()}
@@ -261,6 +265,7 @@ def check_fit(model: nn.Module, weights: Weights) -> None:
 def _get_named_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by all of their names in the whole model."""
     named: dict[str, Tensor] = {**get_named_parameters([module]), **get_named_buffers([module])}
+    # Ties of buffers that are not persistent are left out: no weights have them.
     ties = [tie for tie in find_ties(module) if tie[0] in named]
     return named | {name: named[tie[0]] for tie in ties for name in tie}
 
@@ -317,9 +322,11 @@ def weights_from_module(module: nn.Module, *, axis: Axis = SOLO) -> Weights:
                 f"weights_from_module: {name!r} is on the meta device, and has no values"
             )
     if axis.count > 1:
+        # Hashes are compared, as the module may not fit a message.
         hashes = {name: hash_values(tensor) for name, tensor in named.items()}
         first, *others = all_gather_objects(hashes, axis)
         for rank, other in enumerate(others, start=1):
+            # All ranks compare the same list, and so raise together.
             different = [name for name in first if other.get(name) != first[name]]
             if different:
                 raise ValueError(

@@ -146,8 +146,10 @@ class _Entry:
 
     def __init__(self, saved: _SavedTensors, x: Tensor) -> None:
         self.saved = saved
-        self.forward_pass, self.index = saved.current, len(saved.current.entries)
+        self.forward_pass = saved.current
+        self.index = len(saved.current.entries)
         self.num_bytes = x.untyped_storage().nbytes()
+        # It expires with the model's storage, whose identity another storage may then have.
         self.origin = StorageWeakRef(x.untyped_storage())
         self.on_device: Tensor | None = x.detach()
         self.version, self.is_changed = x._version, False  # noqa: SLF001 (which autograd compares)
@@ -195,7 +197,8 @@ class _SavedTensors:
 
     def __init__(self, budget: int, smallest: int, store: Store) -> None:
         self.budget, self.smallest, self.store = budget, smallest, store
-        self.unit, self.weights = nn.Module(), set[int]()
+        self.unit = nn.Module()
+        self.weights = set[int]()
         self.has_inner_units: weakref.WeakKeyDictionary[nn.Module, bool] = (
             weakref.WeakKeyDictionary()
         )
@@ -217,6 +220,7 @@ class _SavedTensors:
 
     def pack(self, x: Tensor) -> Any:
         """Return an entry and the view of it that x is; or x itself if it is not offloaded."""
+        # Bytes, offset and strides describe no conjugate views, sparse tensors and subclasses.
         is_plain = type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided
         key = get_storage_id(x) if is_plain and not (x.is_conj() or x.is_neg()) else None
         if key is None or key in self.weights or x.untyped_storage().nbytes() < self.smallest:
@@ -252,6 +256,7 @@ class _SavedTensors:
         forward_pass = entry.forward_pass
         index = entry.index - 1
         if forward_pass.next is not None:
+            # Entries after `next` have been looked at already.
             index = min(forward_pass.next, index)
         while index >= 0:
             other = forward_pass.entries[index]()

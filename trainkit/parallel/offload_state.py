@@ -75,8 +75,10 @@ def offload_state(
     tensors = _list_tensors(stages, optimizer)
     every = [get_local(x.detach()).untyped_storage() for x in tensors]
     # Views and ties share a storage, which is copied once.
-    storages = [*{x.data_ptr(): x for x in every if x.nbytes() and x.resizable()}.values()]
+    by_address = {x.data_ptr(): x for x in every if x.nbytes() and x.resizable()}
+    storages = list(by_address.values())
     if to == "host":
+        # If all of it is in host memory, it is copied all the same: CPUs then behave as GPUs do.
         storages = [x for x in storages if x.device.type != "cpu"] or storages
     sizes = [x.nbytes() for x in storages]
     with ExitStack() as stack:
@@ -117,10 +119,13 @@ def check_awake(stages: Iterable[nn.Module], *, by: str) -> None:
 @torch.no_grad()  # with gradients, `to_local` of a DTensor would return a new tensor
 def _list_tensors(stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return the tensors of a state and the local shards of its DTensors, each once."""
-    values: list[Any] = [x for stage in stages for x in (*stage.parameters(), *stage.buffers())]
+    values: list[Any] = []
+    for stage in stages:
+        values += [*stage.parameters(), *stage.buffers()]
     values += tree_iter([*optimizer.state.values()])
     tensors = [x for x in values if isinstance(x, Tensor)]
-    return [*{id(x): x for x in (*tensors, *map(get_local, tensors))}.values()]
+    by_id = {id(x): x for x in (*tensors, *map(get_local, tensors))}
+    return list(by_id.values())
 
 
 _ANSWERED = {Tensor.size, Tensor.numel, Tensor.dim} | {

@@ -58,6 +58,7 @@ def refuse_leaks(
     leaky_call = _TRIED.get(model, _UNTRIED)
     if leaky_call is None:
         return
+    # Another call may give a model's kernels the bounds that this one lacks.
     if leaky_call is _UNTRIED or leaky_call != call:
         batch = next(filter(_has_bounds, batches), None)
         if batch is None and not isinstance(model, Decoder):
@@ -116,23 +117,28 @@ def leaks(model: nn.Module, batch: Mapping[str, Any], call: Call) -> bool:
     quarter = ids.shape[1] // 4
     half = 2 * quarter
     lowest, highest = ids.min(), ids.max()
+    # If all ids are equal, the other id is one less, or 1 for 0: both are in the vocabulary.
     highest = torch.where(lowest == highest, (lowest - 1).abs(), highest)
+    # Every token changes, to an id that the batch has already.
     other = torch.where(ids == lowest, highest, lowest)
     first = torch.arange(ids.shape[1], device=ids.device) < half
     last = torch.arange(ids.shape[1], device=ids.device) >= half + quarter
+    variants = (ids, torch.where(first, other, ids), torch.where(last, other, ids))
     compared = slice(half, half + quarter)
+    # Eager, as compiled code would be compiled once more for these spans.
     with use_eval_mode([model]), torch.compiler.set_stance("force_eager"):
         plain, after_first, after_last = (
             [
                 x[:, compared].clone()
                 for x in tensors_of(call(model, _pack_two(batch, tokens, half)), ids.shape)
             ]
-            for tokens in (ids, torch.where(first, other, ids), torch.where(last, other, ids))
+            for tokens in variants
         )
     dtypes = {x.dtype for x in (*model.parameters(), *plain) if x.is_floating_point()}
     coarsest = max(torch.finfo(dtype).eps for dtype in dtypes) if dtypes else 0.0
     for same, changed, rounded in zip(plain, after_first, after_last, strict=True):
         rounding = float((rounded - same).abs().max())
+        # Rounding of the dtype, for a model whose second difference happens to be 0.
         tolerance = max(1e-3, 2 * coarsest) * float(same.abs().max())
         if float((changed - same).abs().max()) > max(16 * rounding, tolerance):
             return True

@@ -22,6 +22,7 @@ Kind = Literal["trained", "frozen", "packed"]
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _IS_TIED_COPY = Note("is_tied_copy", default=False)
 _IS_BASE = Note("is_base", default=False)
+# Which way to delete an attribute torch.compile gets right; see `unhide_`.
 _IS_TRACED = torch.__version__ >= "2.13"
 COPY_SUFFIX = " (copy)"
 """The suffix of a tied copy's name on a rank that holds both the owner's stage and the copy's."""
@@ -35,6 +36,7 @@ def canonical_name(name: str) -> str:
         'layers.3.mlp.up.weight'
     """
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    # A leading "module" is DDP's; further inside it may be a name of the model's own.
     return ".".join(parts[1:] if parts[0] == "module" else parts)
 
 
@@ -87,6 +89,7 @@ def get_named_parameters(stages: Iterable[nn.Module] | nn.Module) -> dict[str, n
     for stage in modules_of(stages):
         for raw_name, parameter in stage.named_parameters():
             name = canonical_name(raw_name)
+            # The owner is on the first stage, which comes before the copy's.
             if name in named and is_tied_copy(parameter):
                 name += COPY_SUFFIX
             if name in named:
@@ -255,9 +258,14 @@ def find_blocks(
     if pattern is None:
         return []
     named = module.named_modules()
+<<<<<<< HEAD
     blocks = [
         block for name, block in named if name and name_matches(canonical_name(name), pattern)
     ]
+=======
+    # Not the model itself: its name "" would match "*".
+    blocks = [block for name, block in named if name and name_matches(name, pattern)]
+>>>>>>> h4
     if needed_by and not blocks:
         children = [f"{name} ({type(child).__name__})" for name, child in module.named_children()]
         raise ValueError(
@@ -370,6 +378,7 @@ class PlacedAlike(TorchFunctionMode):
         like: Any = args[0] if func in (torch.empty_like, torch.zeros_like) else None
         if not hasattr(like, "placements"):
             return func(*args, **kwargs)
+        # Shape and stride are given: torch would infer them as if all shards were equal.
         return type(like).from_local(
             func(like.to_local(), **kwargs),
             like.device_mesh,
@@ -410,6 +419,7 @@ def empty_rows_like(tensor: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     if not hasattr(tensor, "placements"):
         return result
     full: Any = tensor
+    # Placements stay: the rows of the result are sharded in the same proportions.
     shape = torch.Size((*full.shape[:-1], length))
     return type(full.data).from_local(
         result,

@@ -70,12 +70,14 @@ class _Step:
         """Run a stage's forward pass on a microbatch; return its output, or the loss."""
         batch = self.batches[index]
         place = self.places[[*self.stages].index(stage)]
+        # The first stage receives nothing: it reads input_ids.
         received = _Received.apply(*edge) if edge else ()
         output = stage_forward.run_stage(stage, place, batch, received, call=self.call)
         if not place.last:
             boundary = stage_forward.stage_boundary(stage, batch)
             return stage_forward.check_edge(output, boundary, place)
         assert self.divisors is not None
+        # torch's schedules know the loss alone, so the terms are collected here.
         total, self.terms[index] = check_terms(self.loss(output, batch), by="forward_backward")
         return divide_terms(total, self.divisors).double()  # fp64, as `Stage` has announced
 
@@ -127,6 +129,7 @@ def make_pipeline(
     last = places[0].ranks[-1]  # the rank that computes the loss
 
     def get_schedule(edge: tuple[Tensor, ...], microbatches: int) -> Any:
+        # torch's stages are made for one shape and one number of microbatches.
         key = (*((tuple(x.shape), x.dtype) for x in edge), microbatches)
         if key not in schedules:
             _check_microbatches(schedule, microbatches, places, axis)
@@ -174,6 +177,7 @@ def _run_schedule(
     """Run a schedule, and reduce the gradients of its stages."""
     from trainkit.parallel.torch_pipeline import run_schedule  # noqa: PLC0415 (slow import)
 
+    # A schedule interleaves the stages of a rank, so all of their reductions are open at once.
     with ExitStack() as stack:
         step.reductions = [
             stack.enter_context(
@@ -224,10 +228,12 @@ def _check_stages(
         )
     modules = [module for reducers in all_reducers for _, module in reducers.fsdp]
     groups = [group for module in modules for group in grad_reduction.fsdp_groups(module)]
+    # With FSDP at least 2: its rules also hold on a mesh of one rank.
+    dp_shard = max([2, *(group.mesh_info.mesh.size() for group in groups)]) if modules else 1
     # A layout with the properties of these stages: `check_layout` knows the rules of schedules.
     layout = Layout(
         pp=axis.count,
-        dp_shard=max([2, *(group.mesh_info.mesh.size() for group in groups)]) if modules else 1,
+        dp_shard=dp_shard,
         schedule=schedule,
         reduce=reduce,
         reshard_after_forward=any(map(grad_reduction.reshards_after_forward, modules)),

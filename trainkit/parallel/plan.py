@@ -53,13 +53,17 @@ def make_decoder_plan(
     """
     precision = resolve_precision(precision or Precision(compute="fp32"))
     return [
+        # First: the transforms after it see sharded matrices.
         tensor_parallel(),
         *([set_attention(attention, dtype=DTYPES[precision.compute])] if attention else []),
+        # It wraps the kernel that was chosen before.
         sequence_parallel(),
         expert_parallel(),
         mixed_precision(DTYPES[precision.compute], storage=DTYPES[precision.storage]),
+        # Around the casts of weights, which are repeated in backward instead of saved.
         recompute_blocks(recompute, preserve_rng_state=False),
         *([] if offload is None else [offload_activations(budget=offload)]),
+        # Compiled with all of that, but without FSDP's hooks, which communicate.
         *([compile_blocks()] if compiled else []),
         fsdp(layout, reduce_dtype=DTYPES[precision.reduction]),
     ]

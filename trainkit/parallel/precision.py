@@ -37,6 +37,7 @@ def resolve_precision(precision: Precision, device: torch.device | str | None = 
     if precision.compute != "auto":
         return precision
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    # Compute capability 8.0 is Ampere.
     is_old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
     return attrs.evolve(precision, compute="fp32" if is_old or device.type == "cpu" else "bf16")
 
@@ -91,6 +92,7 @@ def mixed_precision(
         for parameter in module.parameters():
             if parameter.dtype in {torch.float16, torch.bfloat16, torch.float32} - {storage}:
                 stored = nn.Parameter(parameter.detach().to(storage), parameter.requires_grad)
+                # With its notes, which are attributes that torch does not copy.
                 vars(stored).update(vars(parameter))
                 # Assigning to `parameter.data` would not change the dtype of a DTensor.
                 torch.utils.swap_tensors(parameter, stored)
@@ -109,7 +111,8 @@ def mixed_precision(
             return x.to(compute) if isinstance(x, Tensor) and x.is_floating_point() else x
 
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return forward(self, *map(cast, args), **{name: cast(x) for name, x in kwargs.items()})
+            cast_kwargs = {name: cast(x) for name, x in kwargs.items()}
+            return forward(self, *map(cast, args), **cast_kwargs)
 
         return call
 
@@ -204,7 +207,10 @@ def _cast_parameters_(module: nn.Module, parts: Sequence[nn.Module], compute: to
     def cast_parameters(forward: Forward) -> Forward:
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # By path at each call: a copy of the module has parts of its own.
-            tied = [[(self.get_submodule(path), name) for path, name in x] for x in slots.values()]
+            tied = [
+                [(self.get_submodule(path), name) for path, name in places]
+                for places in slots.values()
+            ]
             for owners in tied:
                 first, first_name = owners[0]
                 cast = getattr(first, first_name)

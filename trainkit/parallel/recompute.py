@@ -35,7 +35,9 @@ from trainkit.types import ConfigError, ParallelState
 _MODE = Note("recompute", default="none")
 _CHOICE = Note[Keeps | None]("saved_by_cost", default=None)
 
+# Newer torch only; see `_recompute`.
 _OF_HOOKS = inspect.signature(checkpoint).parameters.keys() & {"respect_saved_tensors_hooks"}
+# The dispatch modes of the first pass, of the second one and of the trial.
 _SELECTIVE = (*map(type, create_selective_checkpoint_contexts([])), Priced)
 
 # Not bmm: those are the scores of attention written in plain operators, which are large.
@@ -185,6 +187,7 @@ def recompute(
             preserve_rng_state=preserve_rng_state,
         )
         for unit in find_blocks(module, blocks, needed_by="recompute"):
+            # Submodules whose result is only added to others.
             for name in getattr(unit, "only_added", ()) if saved.every else ():
                 part = unit.get_submodule(name)
                 if not [*part.children()]:  # with adapters it computes more than one result
@@ -309,6 +312,7 @@ def unseen() -> Iterator[None]:
         2.0
     """
     with ExitStack() as stack:
+        # Several may be nested: a trial inside of a recomputed block.
         while isinstance(_get_current_dispatch_mode(), _SELECTIVE):
             stack.enter_context(_pop_mode_temporarily())
         yield

@@ -17,6 +17,7 @@ from trainkit.parallel.grad_reduction import get_local
 
 Keeps = Callable[[str, int], bool]
 """`keeps(group, number)`: whether the result of an operator is saved."""
+# Results with the most operations per byte come first.
 _ORDER = ("exchanges", "attention", "products")
 WHOLE = -1
 """The number of a result whose group is saved completely or not at all."""
@@ -26,7 +27,7 @@ WHOLE = -1
 class Result:
     """The result of an operator.
 
-    Args:
+    Attributes:
         group: "products", "attention" or "exchanges".
         number: The index of a product among those of its block; for other groups `WHOLE`.
         inner: The width that a product sums over.
@@ -44,7 +45,8 @@ class Priced(TorchDispatchMode):
 
     def __init__(self, groups: Mapping[Any, str]) -> None:
         super().__init__()
-        self.groups, self.seen = groups, Counter[str]()
+        self.groups = groups
+        self.seen = Counter[str]()
         self.found: list[tuple[Result, int]] = []
         self.saved: list[Tensor] = []
 
@@ -109,11 +111,13 @@ def choose(
     priced = Priced(groups)
     devices = {p.device for p in block.parameters() if p.device.type == "cuda"}
     hooks = torch.autograd.graph.saved_tensors_hooks(priced.save, lambda x: x)
+    # The trial must leave the generators alone: the real pass draws its dropout from them.
     with torch.random.fork_rng(devices), hooks, priced:
         forward(block, *inputs[0], **inputs[1])
     tensors = [x for x in tree_iter(inputs) if isinstance(x, Tensor)]
     weights = [get_local(p) for p in block.parameters()]
     activations = [get_local(x) for x in tensors if x.requires_grad]
+    # They stay in memory anyway: positions, spans, rotary tables.
     constants = [get_local(x) for x in tensors if not x.requires_grad]
     total = _bytes_of(priced.saved, without=[*weights, *constants])
     # A result that was followed by a saved tensor is needed by a backward pass.
@@ -135,8 +139,13 @@ def fitting(results: Iterable[Result], room: float) -> Keeps:
         key = result.group, result.number
         sizes[key] = sizes.get(key, 0) + result.size
         inner[key] = result.inner
+
+    def get_preference(key: tuple[str, int]) -> tuple[int, float, int]:
+        group, number = key
+        return _ORDER.index(group), -inner[key], number
+
     chosen = set()
-    for key in sorted(sizes, key=lambda key: (_ORDER.index(key[0]), -inner[key], key[1])):
+    for key in sorted(sizes, key=get_preference):
         if key[0] == "exchanges" or sizes[key] <= room:
             chosen.add(key)
             room -= sizes[key]

@@ -1,4 +1,4 @@
-"""Sequence parallelism: each rank holds a part of every document; only attention communicates.
+"""Sequence parallelism: each rank holds a shard of every document; only attention communicates.
 
 Attention is the only part of a model that sees other tokens, so it is all that changes: `ring` and
 `ulysses` of `trainkit.attention` replace its attention functions. `batch.shard_sequence` shards the
@@ -57,6 +57,7 @@ def sequence_parallel() -> Transform:
             )
         for unit in attending:
             attributes = vars(unit)
+            # The ring has kernels of its own; Ulysses takes that of the model.
             inner = attributes["attend"] if ps.ring.count == 1 else ring(ps.ring)
             attributes["attend"] = ulysses(inner, ps.ulysses)
         return module

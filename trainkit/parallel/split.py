@@ -51,6 +51,14 @@ same, "Efficient large-scale language model training on GPU clusters", 2021); br
 """
 
 
+# By placement: the fewest and the most stages that a rank can have, and the default.
+_STAGES_PER_RANK = {
+    "one": (1, 1, 1),
+    "loop": (1, math.inf, 2),
+    "v": (2, 2, 2),
+}
+
+
 def schedule_kind(schedule: str) -> Kind:
     """Return the properties of a schedule by its name.
 
@@ -92,7 +100,7 @@ def assign_stages(schedule: str, ranks: int, *, per_rank: int | None = None) -> 
         (0, 1, 1, 0)
     """
     placement = schedule_kind(schedule).placement
-    fewest, most, default = {"one": (1, 1, 1), "loop": (1, math.inf, 2), "v": (2, 2, 2)}[placement]
+    fewest, most, default = _STAGES_PER_RANK[placement]
     num_stages = default if per_rank is None else per_rank
     if not fewest <= num_stages <= most:
         fitting = "one" if num_stages == 1 else "loop"
@@ -195,9 +203,11 @@ def split_layer_ranges(
             best = following
         return best[count]
 
+    # First the lowest maximum, then among the splits within it the lowest sum of squares.
     highest, _ = find_best(math.inf, max)
     _, starts = find_best(highest * (1 + 1e-9), lambda total, cost: total + cost**2)
-    return [range(a, b) for a, b in zip(starts, [*starts[1:], count], strict=True)]
+    ends = [*starts[1:], count]
+    return [range(start, end) for start, end in zip(starts, ends, strict=True)]
 
 
 def decoder_costs(config: DecoderConfig) -> tuple[list[float], float, float]:

@@ -56,8 +56,10 @@ def compute_device(stage: nn.Module) -> torch.device:
         >>> compute_device(nn.Linear(1, 1))
         device(type='cpu')
     """
+    # The first is enough: all units of a stage compute on one device.
     for _, module in find_reducers(stage).fsdp:
         return module._get_fsdp_state()._device  # noqa: SLF001 (no public way)
+    # A stage without tensors computes on torch's default device.
     return next(chain(stage.parameters(), stage.buffers()), torch.empty(0)).device
 
 
@@ -88,6 +90,7 @@ def use_eval_mode(stages: Sequence[nn.Module]) -> Iterator[None]:
             yield
     finally:
         for module, training in modes:
+            # Not by `train()`, which would change the submodules as well.
             module.training = training
         for stage in stages:
             reshard_(find_reducers(stage))
@@ -102,6 +105,7 @@ def run_stage(
     call: Call,
 ) -> Any:
     """Call a stage with a microbatch; after the first stage, the input replaces `input_ids`."""
+    # A stage with one output hands on a tensor, not a tuple of one.
     received = edge[0] if len(edge) == 1 else edge
     return call(stage, batch if place.index == 0 else {**batch, "input_ids": received})
 
@@ -146,6 +150,7 @@ def forward_stages(stages: Stages, batch: Mapping[str, Any], *, call: Call | Non
     edge: tuple[Tensor, ...] = ()
     for place, stage in zip(places, stages, strict=True):
         boundary = stage_boundary(stage, batch) if axis.count > 1 else ()
+        # Otherwise the stage before is on this rank too, and has left its output in `edge`.
         if place.index and ranks[place.index - 1] != axis.index:
             device = compute_device(stage)
             edge = tuple(torch.empty(x.shape, dtype=x.dtype, device=device) for x in boundary)
@@ -191,7 +196,8 @@ def share_terms(
     sizes = [math.prod(shape) for _, shape in kinds.values()]
     packed = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
     if axis.index == source:
-        packed = torch.cat([sums[name].detach().to(device).double().flatten() for name in kinds])
+        flat = [sums[name].detach().to(device).double().flatten() for name in kinds]
+        packed = torch.cat(flat)
     values = broadcast(packed, axis, source=source).split(sizes)
     return {
         name: value.view(shape).to(getattr(torch, dtype))
@@ -217,6 +223,7 @@ def agree_on_kinds(
             f"the loss declares the terms {sorted(terms)}, but returns {sorted(kinds)}; correct "
             "its attribute `terms`"
         )
+    # In the order of `terms`, equal on all ranks, in which `share_terms` packs them.
     return {name: (kinds[name][0], tuple(kinds[name][1:])) for name in terms}
 
 

@@ -30,6 +30,7 @@ class StagePlace:
         return self.index == len(self.ranks) - 1
 
 
+# On the stages, so that lists of plain modules have them too.
 _PLACE = Note[StagePlace | None]("stage_place", default=None)
 _TIED: Note[Mapping[str, tuple[int, int]]] = Note("tied_names", default=MappingProxyType({}))
 
@@ -69,6 +70,7 @@ def attach_axes(
         >>> attach_axes([nn.Linear(1, 1)], solo_parallel()).world.count
         1
     """
+    # The types of `attrs.fields` are strings here, as types.py postpones annotations.
     axes = {x.name: getattr(ps, x.name) for x in attrs.fields(Stages) if x.type == "Axis"}
     layout = Layout(**ps.degrees, schedule=schedule)
     return Stages(modules=tuple(modules), call=call, layout=layout, **axes)
@@ -160,13 +162,16 @@ def make_stages(
     # Only tied parameters are compared, so only these are hashed.
     digests = [
         {
+            # Of the shards: ranks of a pipeline that share a parameter shard it alike.
             name: hash_values(get_local(p.detach())) if name in tied else ""
             for name, p in get_named_parameters([stage]).items()
         }
         for stage in stages
     ]
     by_rank = all_gather_objects(digests, axis)
+    # A list of stages for each rank, each stage {name: hash}.
     counts = [len(x) for x in by_rank]
+    # True on all ranks or on none, so that they raise together.
     if {*counts} != {len(stages)}:
         raise ConfigError(
             f"make_stages: ranks of the pipeline pass {counts} stages; all ranks must pass the "
@@ -211,6 +216,7 @@ def _find_shared(
                 got=indices,
                 want="two stages",
             )
+        # The optimizer keeps the two equal only if they start equal.
         if stages[indices[0]][name] != stages[indices[1]][name]:
             raise ConfigError(
                 f"make_stages: stages {indices[0]} and {indices[1]} have different values of "
@@ -240,12 +246,16 @@ def get_stage_places(stages: Sequence[nn.Module], axis: Axis = SOLO) -> list[Sta
         [StagePlace(index=0, ranks=(0,))]
     """
     notes = [_PLACE.read(stage) for stage in stages]
+    # A model that trainkit did not build has one stage per rank.
     if len(notes) == 1 and notes[0] is None:
         return [StagePlace(axis.index, tuple(range(axis.count)))]
     places = [place for place in notes if place is not None]
-    expected = [i for i, rank in enumerate(places[0].ranks if places else ()) if rank == axis.index]
+    # The stages that the first one's record gives to this rank; another pipeline has others.
+    ranks = places[0].ranks if places else ()
+    expected = [i for i, rank in enumerate(ranks) if rank == axis.index]
     fits = all({*place.ranks} == {*range(axis.count)} for place in places)
-    if len(places) < len(notes) or not places or not fits or expected != [p.index for p in places]:
+    indices = [place.index for place in places]
+    if len(places) < len(notes) or not places or not fits or expected != indices:
         raise ConfigError(
             f"these {len(stages)} modules are not the stages of rank {axis.index} of "
             f"{axis.count} pipeline ranks; pass the result of build_stages, or of make_stages for "

@@ -134,6 +134,7 @@ def build_stages(
     check_plan(plan, ps)
     with torch.device("meta"):
         model = make_model()
+        # Before the split: every layout then quantizes and adapts the same matrices.
         for step in filter(_is_of_the_whole, plan):
             model = step(model, ps)
     plan = [step for step in plan if not _is_of_the_whole(step)]
@@ -142,7 +143,9 @@ def build_stages(
     layout = Layout(pp=ps.pp.count, schedule=schedule)  # the plan checks the other axes
     config = model.config if is_default else None
     check_layout(layout, config, world=layout.world, device=ps.device.type)
+    # The whole model, since a stage has some of the tensors only.
     check_fit(model, weights)
+    # It makes the model once more, so only if there are buffers.
     buffers = compute_buffers(make_model) if list_buffers(model) else {}
     if ps.pp.count == 1:
         model = _build_stage(model, ps, plan, weights, buffers)
@@ -175,8 +178,10 @@ def _build_stage(
     buffers: Mapping[str, Tensor],
 ) -> nn.Module:
     for step in plan:
+        # A plain function is checked for ties that it breaks as well.
         transform = step if isinstance(step, Transform) else Transform(step, kind="build_stages")
         module = transform(module, ps)
+    # The last transform that asks for a device decides: `fsdp`, which ends a plan.
     devices = [step.device for step in plan if isinstance(step, Transform) and step.device]
     materialize_(module, weights, devices[-1] if devices else ps.device, buffers=buffers)
     widen_gradients_(module)  # of the new parameters that materialization makes
@@ -217,4 +222,6 @@ def _check_split(
     problems += [f"{name!r} is in {len(x)} stages" for name, x in owners.items() if len(x) > 2]
     if problems:
         raise ConfigError(f"build_stages: in the split, {problems[0]}", where="split")
-    return {name: (x[0], x[1]) for name, x in owners.items() if len(x) == 2}
+    # A name in two stages is a tied parameter; the earlier stage owns it.
+    shared = {name: indices for name, indices in owners.items() if len(indices) == 2}
+    return {name: (owner, copy) for name, (owner, copy) in shared.items()}

@@ -58,6 +58,7 @@ class ParallelStyle:
     sequence_sharded: bool = False
 
 
+# Megatron's columns are rows of `nn.Linear.weight` `[out, in]`, and its rows are columns.
 _COLUMN = ParallelStyle(nn.Linear, {"weight": 0, "bias": 0}, on_input=sum_grad)
 _ROW = ParallelStyle(nn.Linear, {"weight": 1}, on_output=sum_forward)
 _VOCABULARY = ParallelStyle(nn.Embedding, {"weight": 0}, on_output=sum_forward)
@@ -82,6 +83,7 @@ STYLES: Mapping[str, ParallelStyle] = MappingProxyType(
         "column_inside_gathered": attrs.evolve(
             _COLUMN, on_input=None, on_output=partial(all_gather_replicated, dim=-1)
         ),
+        # Its bias is partial: each rank adds it to its own tokens.
         "row_scattered": attrs.evolve(
             _ROW, on_output=_scatter_sequence, partial_grads=True, sequence_sharded=True
         ),
@@ -166,6 +168,7 @@ class Sharded(nn.Module):
         earlier = {name: vars(self).get(name) for name in names}
         for name in names:
             full: Any = getattr(self, name)
+            # A linear layer without a bias, which `ShardedRow` adds after the sum.
             local = None if name in self.added_after else full.to_local()
             object.__setattr__(self, name, local)
         try:
@@ -205,6 +208,7 @@ class ShardedVocabulary(Sharded):
         below, above = local < 0, local >= rows
         is_first, is_last = axis.index == 0, axis.index == axis.count - 1
         is_elsewhere = above if is_first else below if is_last else below | above
+        # Any row will do for ids of other ranks: what it gives is masked.
         out = super().forward_on_parts(local.masked_fill(is_elsewhere, 0))
         return out.masked_fill(is_elsewhere.unsqueeze(-1), 0)
 
@@ -238,6 +242,7 @@ def shard_(module: nn.Module, names: tuple[str, ...], style: ParallelStyle, axis
         >>> type(layer).__name__
         'ShardedLinear'
     """
+    # Most modules need no more than their own forward pass on local shards.
     mixin = Sharded
     if style.shard_dims == _ROW.shard_dims and "bias" in names:
         mixin = ShardedRow
@@ -287,6 +292,7 @@ def sums_problem(module: nn.Module, styles: Mapping[str, ParallelStyle]) -> str 
         'head' sums its input's gradient, which the gathering of the sequence sums already: ...
     """
     has_parts = any(style.sequence_sharded for style in styles.values())  # of the sequence
+    # Where some blocks shard the sequence and others do not, both kinds of column can be right.
     has_full = any(style.on_output is sum_forward for style in styles.values())
     for name, style in styles.items():
         if has_parts and not has_full and style.on_input is sum_grad:

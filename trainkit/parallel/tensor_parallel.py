@@ -51,6 +51,7 @@ DECODER_STYLES: Mapping[str, str] = MappingProxyType(
         "layers.*.mlp.down": "row_scattered",
         "layers.*.mlp_out_norm": "partial",
         "norm": "partial_gathered",
+        # `norm` has gathered the tokens already, and sums the gradient over ranks in its backward.
         "head": "column_inside",
     }
 )
@@ -75,6 +76,7 @@ LATENT_STYLES: Mapping[str, str] = MappingProxyType(
 latents are gathered instead of the hidden states, which are larger.
 """
 
+# By the names that the plans of several transformers releases use.
 _HF_STYLES = {
     "colwise": "column",
     "colwise_rep": "column_gathered",
@@ -139,11 +141,13 @@ def tensor_parallel(styles: Mapping[str, str | ParallelStyle] | None = None) -> 
         check_whole_documents(module, "tensor_parallel")
         refuse_max_norm(module, by="tensor_parallel")
         modules = dict(module.named_modules())
+        # All checks come first: a module that is half sharded is of no use.
         for name, (pattern, style) in matched.items():
             _check_module(name, modules, pattern, style, ps.tp)
         _shard_parameters_(module, by_name, ps.tp)
         if isinstance(module.forward, MethodType):  # a user may have set a plain function
             wrap_forward_(module, _explain_mixed_tensors)
+        # A rank then has S / tp tokens between blocks, and as many of every input per token.
         has_parts = any(style.sequence_sharded for style in by_name.values())
         if has_parts and hasattr(module, "sequence_parts"):
             module.sequence_parts = ps.tp.count  # pyrefly: ignore[bad-argument-type]
@@ -187,6 +191,7 @@ def read_hf_styles(model: Any) -> dict[str, str]:
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     styles: dict[str, str] = {}
     for pattern, style in plan.items():
+        # A plan also names parts that this variant of the model lacks.
         if not any(name_matches(name, pattern) for name in names):
             continue
         if style not in _HF_STYLES:
@@ -280,6 +285,7 @@ def _match_styles(
             matched[name] = pattern, STYLES[style] if isinstance(style, str) else style
     for name, part in modules.items():  # an adapter is sharded as its matrix is
         derive_style = getattr(part, "derive_style", None)
+        # An adapter's name is its matrix's, "lora" and its own.
         owner = name.rsplit(".", 2)[0]
         if callable(derive_style) and owner in matched:
             matched[name] = matched[owner][0], derive_style(matched[owner][1])
@@ -379,6 +385,7 @@ def _shard_parameters_(module: nn.Module, styles: Mapping[str, ParallelStyle], a
         replicated = [key for key in own if key not in style.shard_dims]
         if style.partial_grads and replicated:
             mark_partial_(child, replicated, axis)
+        # One rank has the row of padding, and torch looks for it by its index among the local rows.
         if isinstance(child, nn.Embedding) and style.shard_dims:
             rows = child.num_embeddings // axis.count
             child.padding_idx = local_padding(child.padding_idx, rows, axis)
@@ -437,13 +444,19 @@ def _explain_mixed_tensors(forward: Forward) -> Forward:
 def _find_innermost(module: nn.Module, error: BaseException) -> tuple[str, str]:
     """Return the innermost submodule whose code an error passed, and the line in it."""
     names = {id(part): name for name, part in module.named_modules()}
-    found, line, trace = "", "its forward pass", error.__traceback__
+    found = ""
+    line = "its forward pass"
+    trace = error.__traceback__
     while trace is not None:
-        frame, code = trace.tb_frame, trace.tb_frame.f_code
+        # Frames go from the outermost call inwards, so that the last match is the innermost.
+        frame = trace.tb_frame
+        code = trace.tb_frame.f_code
         part = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None  # self
+        # Wrappers of both have the module as first argument too; the user's line is wanted.
         is_library = "/trainkit/" in code.co_filename or "/torch/" in code.co_filename
         if id(part) in names and not is_library:
-            found, line = names[id(part)], f"{Path(code.co_filename).name}:{trace.tb_lineno}"
+            found = names[id(part)]
+            line = f"{Path(code.co_filename).name}:{trace.tb_lineno}"
         trace = trace.tb_next
     return canonical_name(found), line
 
@@ -473,6 +486,7 @@ def _make_output_hook(axis: Axis) -> Callable[..., Any]:
 
     def hook(module: Decoder, _: Any, output: Any) -> Tensor | Hidden | RoutedOutput:
         if isinstance(output, RoutedOutput):
+            # Routers counted this rank's tokens alone, or all tokens on every rank.
             has_parts = module.sequence_parts > 1
             sums = sum_forward(output.sums, axis) if has_parts else output.sums
             return RoutedOutput(complete(module, output.output), sums)

@@ -35,6 +35,7 @@ def set_aside_tied(
             if named[name].requires_grad:
                 other = copy if place.index == owner else owner
                 tied.append((place.index, other, named[name]))
+    # They have been exchanged by an earlier call, and must not be summed again.
     earlier = [(p, p.grad) for _, _, p in tied]
     for p, _ in earlier:
         p.grad = None
@@ -61,7 +62,9 @@ def _exchange_tied(
             counterparts = [x for a, b, _, x in gradients if (a, b) == (other, own)]
             received.append(counterparts[0].clone())
             continue
-        sent, buffer = local.contiguous(), torch.empty_like(local).contiguous()
+        sent = local.contiguous()
+        buffer = torch.empty_like(local).contiguous()
+        # In one batch: two ranks that both send first would wait for each other.
         operations = [
             dist.P2POp(dist.isend, sent, group=axis.group, group_peer=ranks[other]),
             dist.P2POp(dist.irecv, buffer, group=axis.group, group_peer=ranks[other]),
@@ -72,5 +75,6 @@ def _exchange_tied(
     for (own, other, p, local), remote in zip(gradients, received, strict=True):
         local.copy_(local + remote if own < other else remote + local)
         if p.grad is None:
+            # Of a DTensor with its placements, into whose shard the sum is copied.
             p.grad = torch.zeros_like(p)
             get_local(p.grad).copy_(local)

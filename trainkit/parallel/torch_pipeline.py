@@ -55,8 +55,11 @@ class Stage(PipelineStage):
             output_args=(loss,) if place.last else edge,
             group=axis.group,
         )
-        self.module, self.run, self.microbatch = module, run, 0
-        self.reducers, self.reduction = find_reducers(module), reduction
+        self.module = module
+        self.run = run
+        self.microbatch = 0
+        self.reducers = find_reducers(module)
+        self.reduction = reduction
         self.splits_backward = splits_backward
         self.splits_rightly = not splits_backward or splits_rightly()
 

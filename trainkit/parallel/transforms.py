@@ -23,6 +23,7 @@ made. Adapters come before the transforms that shard their matrices.
 OF_THE_WHOLE = ("quantized", "rounded", "adapter")
 """The kinds that apply to the whole model, before it is split into pipeline stages."""
 
+# `build_stages` itself takes care of pp.
 _AXES = [name for name in Layout().degrees if name != "pp"]
 
 
@@ -48,6 +49,7 @@ class Transform:
                 got=ps.name,
                 want="a ParallelState",
             )
+        # By name: the transform may replace every parameter.
         ties = find_ties(module)
         transformed = self.apply(module, cast("ParallelState", ps))
         _check_ties(transformed, ties, self.kind)
@@ -91,6 +93,7 @@ def check_plan(plan: Sequence[ModelTransform], ps: ParallelState) -> None:
     """
     kinds = [step.kind for step in plan if isinstance(step, Transform)]
     for first, second in pairwise(kinds):
+        # A user's own kind may have any position.
         if first not in ORDER or second not in ORDER or ORDER.index(first) <= ORDER.index(second):
             continue
         raise ConfigError(
@@ -99,6 +102,7 @@ def check_plan(plan: Sequence[ModelTransform], ps: ParallelState) -> None:
             where="plan",
             got=kinds,
         )
+    # An axis that nobody handles would train another model on each of its ranks.
     covered = {axis for step in plan if isinstance(step, Transform) for axis in step.axes}
     for name in _AXES:
         count = getattr(ps, name).count

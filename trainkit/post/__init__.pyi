@@ -1,4 +1,4 @@
-# The rooms of this wing, which __init__.py loads lazily.
+# The subpackages, which __init__.py loads lazily.
 from . import adapters as adapters
 from . import evaluation as evaluation
 from . import generation as generation

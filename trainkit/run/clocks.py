@@ -45,6 +45,7 @@ class PhaseClock:
             >>> clock.elapsed, clock.longest_step
             (1.5, 3.0)
         """
+        # By identity: a phase that is announced twice has the same name.
         if phase is not self.phase:
             if self.phase is not None and self.phase.name.startswith("step "):
                 self.steps.append(self.elapsed)

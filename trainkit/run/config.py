@@ -507,6 +507,7 @@ def check_argv(argv: Sequence[str]) -> None:
 def _check_flags(config_type: type[Any], argv: Sequence[str]) -> None:
     fields = _list_fields(config_type)
     flags = ["--help", *map(_format_flag, fields)]
+    # tyro gives every switch a --no- form.
     negated = (_format_flag(f"no_{name}") for name, x in fields.items() if x.type is bool)
     expected = {*flags, *negated}
     problems = []
@@ -541,12 +542,14 @@ def _find_config_flag(config_type: type[Any], argv: Sequence[str]) -> str | None
         name, equals, value = word.partition("=")
         if name == "--config":
             file = value if equals else following
+    # tyro reads the word None as no value.
     return file if file != "None" and "config" in _list_fields(config_type) else None
 
 
 def _read_tyro_error(message: str) -> str:
     """Return the first paragraph below the title of tyro's error box as one line."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", message).strip()
+    # tyro raises nothing to read: it prints a box with rulers between paragraphs, and exits.
     lines = [line.strip("│| ") for line in text.splitlines()[1:]]
     is_ruler = [bool(line) and not line.strip("─-╰╯+") for line in lines]
     groups = groupby(zip(lines, is_ruler, strict=True), key=lambda pair: pair[1])
@@ -569,6 +572,7 @@ def _read_file(config_type: type[T], path: str | Path, absent: Any) -> T:
         for a in attrs.fields(config_type):
             if a.init and attrs.has(hints[a.name]):  # a record inside, whose fields are flags too
                 names = values.keys() & _list_fields(hints[a.name])
+                # What the file leaves out keeps the default of the record.
                 inner = {name: values[name] for name in names}
                 arguments[a.name] = attrs.evolve(a.default, **inner)
             elif a.init and a.name in values:
@@ -626,6 +630,7 @@ def _make_converter() -> Callable[[Any, Any], Any]:
 
     def scalar(*accepted: type[Any]) -> Callable[[Any, Any], Any]:
         def structure(value: Any, wanted: Any) -> Any:
+            # Not isinstance, for which True is an int; cattrs itself would convert "7" to 7.
             if type(value) not in accepted or (wanted is Path and not value):
                 raise TypeError(f"not {wanted}")
             return wanted(value)
@@ -639,6 +644,7 @@ def _make_converter() -> Callable[[Any, Any], Any]:
     def convert(value: Any, wanted: Any) -> Any:
         if get_origin(wanted) is tuple and not isinstance(value, list):
             raise TypeError("not a list")  # cattrs would read a string as a list of characters
+        # TOML has no null, so config.toml has this word.
         if value == "None" and type(None) in getattr(wanted, "__args__", ()):
             return None
         return converter.structure(value, wanted)

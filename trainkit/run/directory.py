@@ -61,6 +61,7 @@ def make_run_dir(
         )
     try:
         path.mkdir(parents=True, exist_ok=True)
+        # Only writing shows a full disk, a quota or a file system that is mounted read-only.
         with tempfile.NamedTemporaryFile(dir=path, prefix=".probe_") as probe:
             probe.write(bytes(4096))
             probe.flush()

@@ -45,10 +45,12 @@ def collect_manually(*, every: int = 100) -> Iterator[Collect]:
     def collect(*, idle: bool = False) -> None:
         nonlocal steps, last_full
         steps += 1
+        # A full collection walks over every object of the process, so it waits for an idle moment.
         if idle and steps - last_full >= every:
             last_full = steps
             gc.collect()
         elif steps % every == 0:
+            # Generations 0 and 1 alone: young objects, which are few.
             gc.collect(1)
 
     gc.disable()

@@ -88,8 +88,10 @@ def lock_run(
         ['lock']
     """
     path = Path(run_dir) / "lock"
+    # By it the other ranks recognize the file of this start, even on a host that sees it late.
     token = secrets.token_hex(8)
     with contextlib.ExitStack() as stack:
+        # The last is the lock; those before it are in directories that were moved away.
         files: list[BinaryIO] = []
 
         def lock(patience: float) -> str:
@@ -148,6 +150,7 @@ def _lock_file(path: Path, token: str, log: Log, patience: float) -> Iterator[Bi
         )
         file.write(orjson.dumps(attrs.asdict(holder) | {"token": token}) + b"\n")
         file.flush()
+        # From here on errors come from the run, and are not converted.
         opened.pop_all()
     with file:
         try:
@@ -164,8 +167,10 @@ def _open_locked(path: Path, patience: float) -> BinaryIO:
     deadline = time.monotonic() + patience
     while True:
         # A link is not followed: it could lead to a file that is no lock, and is overwritten.
-        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b")
-        is_locked, is_late = _try_lock(file), time.monotonic() >= deadline
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        file = os.fdopen(os.open(path, flags, 0o666), "r+b")
+        is_locked = _try_lock(file)
+        is_late = time.monotonic() >= deadline
         # Between open and flock the last owner may have removed the file: then this lock is on a
         # file that nobody else will open, and the next attempt gets the new one.
         if is_locked and (_is_same_file(file, path) or is_late):
@@ -216,7 +221,12 @@ def _read_holder(file: BinaryIO) -> Holder | None:
     with contextlib.suppress(orjson.JSONDecodeError, TypeError, KeyError, ValueError):
         values = orjson.loads(file.read(4096))
         job = None if values["job"] is None else str(values["job"])
-        return Holder(str(values["host"]), int(values["pid"]), job, str(values["since"]))
+        return Holder(
+            host=str(values["host"]),
+            pid=int(values["pid"]),
+            job=job,
+            since=str(values["since"]),
+        )
     return None
 
 

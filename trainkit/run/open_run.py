@@ -156,8 +156,10 @@ def open_run(
     timeouts = timeouts or Timeouts()
     config = config_to_dict(config) if attrs.has(type(config)) else config
     folder = Path(run_dir)
+    # The saves count what they have written here, and the watch reads it.
     progress = SaveProgress()
     if numerics is not None:
+        # Before the process group and CUDA, as `use_deterministic` demands.
         set_numerics(numerics)
     with (
         report_errors(),
@@ -199,6 +201,7 @@ def open_run(
 
 def _check_start(run: Run, numerics: Numerics | None) -> None:
     """Check that ranks agree on configuration and code, and log how they were launched."""
+    # Ranks may name the directory by different paths; `lock_run` has compared what is there.
     config = {f"config.{key}": x for key, x in (run.config or {}).items() if key != "out"}
     check_ranks_agree(run.ps.world, config | dict(run.software))
     for note in describe_launch(os.environ):
@@ -327,6 +330,7 @@ class Run:
         if rules is None and config is not None:
             rules = make_resume_rules(config, allow=_NAMES_ONLY)
         rules = rules or checkpoint.ResumeRules()
+        # Before the first step, not at the first save, hours later.
         checkpoint.check_disk_space(self.dir, stages, axis=self.ps.world, log=self.log)
         state = checkpoint.resume(
             self.dir,
@@ -337,6 +341,7 @@ class Run:
             request=request,
             facts=self.facts,
             rules=attrs.evolve(rules, allow=(*rules.allow, _SOFTWARE)),
+            # Collected, because the event "resume" has the messages too.
             log=self.resume_messages.append,
         )
         self.log("\n".join(self.resume_messages) or "starting from scratch")
@@ -357,6 +362,7 @@ class Run:
         if first is not None:
             start |= hash_initial_weights(first, stages, self.ps)
         if callable(facts):
+            # Some facts are functions of the number of global batches so far.
             return lambda batches: {**facts(batches), **start}
         return {**facts, **start}
 
@@ -398,6 +404,7 @@ class Run:
         device = self.ps.device
         default_interval = 1 if device.type == "cpu" else _LOG_EVERY
         peak = logging.peak_flops
+        # The peak of a CPU is unknown, so mfu needs it from the user there.
         if peak is None and device.type == "cuda":
             peak = peak_flops(torch.cuda.get_device_name(device))
         if state.step >= steps:
@@ -420,6 +427,7 @@ class Run:
             replay,
             {
                 **named_sinks(logging.sinks, self.dir, config=self.config),
+                # A sink of your own may take the name of one above.
                 **(extra_sinks or {}),
             },
         )
@@ -450,6 +458,7 @@ class Run:
         if stop:
             return EXIT_SAVED
         self.phase("the end", allow=self.timeouts.start_timeout)
+        # All ranks take part in this; the files below are those of the first.
         write_final(self.dir, state, modules_of(stages), optimizer, self.ps)
         if self.ps.world.index == 0:
             metrics = self.dir / "metrics.jsonl"
@@ -514,6 +523,7 @@ class Loop:
         """
         run = self._run
 
+        # A hook before the step: the count has to change before any parameter does.
         def count(*_: Any) -> None:
             self._optimizer_steps += 1
 
@@ -540,6 +550,7 @@ class Loop:
                 yield self
             finally:
                 counting.remove()
+            # Without an exception, so the steps since the last read are good ones.
             if self._pending:
                 self._read_pending(self._pending[-1][0])
             if self._stop_reason:
@@ -565,6 +576,7 @@ class Loop:
             config=run.config,
             retention=self._checkpoints.retention,
             background=self._checkpoints.background_saves,
+            # At least as long as this `watch_ranks` waits by default.
             grace=run.timeouts.grace or 25.0,
             # No power cut then loses lines of steps that no restart repeats.
             before_commit=partial(fsync_jsonl, run.dir),
@@ -656,6 +668,7 @@ class Loop:
             f"held out: {results['loss']:.4f} {nats}per {unit}, {results[f'{unit}s']} {unit}s"
         )
         self._score = state.step, score
+        # The seconds of the next step do not contain the evaluation.
         self._step_start = time.perf_counter()
         return state
 
@@ -672,10 +685,13 @@ class Loop:
         )
         if is_saved:
             state = self._read_pending(state)
+            # Before the save, which may fail: `_is_saved` looks at the disk as well.
             self._last_saved = state.step
             self._save(state, self._get_score(state.step))
+        # A save has interrupted the steps anyway.
         self._collect(idle=is_saved)
         self._last_step = state.step
+        # Pending steps share the time since the first of them began.
         if not self._pending:
             self._step_start = time.perf_counter()
         return self._stop_reason
@@ -750,11 +766,13 @@ class Loop:
             checked = guard(
                 attrs.evolve(at_step, health=health.copy_loss_scale(at_step.health, newest_health)),
                 record,
+                # Only the newest batch is at hand, to compute a bad step again.
                 self._batch if at_step is steps[-1][0] else None,
                 seen=at_step.health,
             )
             self._step_start = time.perf_counter()
             if checked.step < at_step.step:
+                # The run is at a checkpoint again, which has all of its state.
                 self._last_saved = checked.step
                 return self._set_current(checked)
             newest_health = checked.health
@@ -778,6 +796,7 @@ class Loop:
                 )
             return None
         try:
+            # The guard would communicate, and other ranks may be dead.
             state = self._read_pending(state, self._check_alone)
         except NumericsError:  # all ranks decide together about what follows from it
             return None
@@ -864,6 +883,7 @@ def gather_facts(
     known |= {f"fingerprint of {name}": fingerprint(x) for name, x in (corpora or {}).items()}
     if context is not None:
         source = None if first is None else first.source
+        # A pretrained model does not lose a longer context by training on shorter rows.
         is_known = source is not None and is_hf_folder(source)
         known["context"] = max(context, open_folder(source).full_context if is_known else 0)
     if template is not None:

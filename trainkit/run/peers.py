@@ -105,9 +105,11 @@ def this_member(rank: int) -> Member:
     """
     place = [socket.gethostname()]
     with contextlib.suppress(OSError):
+        # Containers of one host share its boot id; their pids mean something in one namespace.
         place.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
         place.append(str(Path("/proc/self/ns/pid").readlink()))
-    return Member(rank, place[0], "/".join(place), os.getpid(), _start_of(os.getpid()) or "")
+    pid = os.getpid()
+    return Member(rank, place[0], "/".join(place), pid, _start_of(pid) or "")
 
 
 def is_gone(member: Member, here: str) -> bool:
@@ -126,6 +128,7 @@ def is_gone(member: Member, here: str) -> bool:
         start = _start_of(member.pid)
         return start is not None and start != member.started
     try:
+        # Signal 0 only asks whether the process exists.
         os.kill(member.pid, 0)
     except OSError as error:  # PermissionError: the pid is another user's process
         return isinstance(error, ProcessLookupError)
@@ -161,6 +164,7 @@ def _start_of(pid: int) -> str | None:
     status = status_of(pid)
     if status is None:
         return None
+    # Z is a zombie, X is dead. starttime is the 22nd field of proc(5), the 20th after the name.
     return "ended" if not status or status[0] in b"ZXx" else status[19].decode()
 
 
@@ -174,6 +178,7 @@ def status_of(pid: int) -> list[bytes] | None:
         []
     """
     try:
+        # The second field, the program's name in parentheses, may contain spaces and parentheses.
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return [] if Path("/proc/self/stat").exists() else None
@@ -229,6 +234,7 @@ def write_beat(folder: Path, member: Member, beat: Beat) -> None:
             size = path.stat().st_size
             if len(text) <= size:
                 with path.open("r+b") as file:
+                    # JSON allows spaces at the end.
                     file.write(text.ljust(size))
             elif beat.state == "ended":
                 path.unlink()
@@ -347,6 +353,7 @@ def find_culprits(
     if any(x is not None and not x.is_overdue for x in beats.values()):
         return []
     active = [rank for rank, x in beats.items() if x is None or not x.waits]
+    # If all of them wait, none is more at fault than another.
     return sorted(active or beats)
 
 

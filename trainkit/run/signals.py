@@ -130,6 +130,7 @@ def _record_signals() -> Iterator[Callable[[], str | None]]:
         if name == "SIGINT" and name in names and leaving.acquire(blocking=False):
             with contextlib.suppress(OSError):
                 os.write(2, words)
+            # Not sys.exit: cleaning up could wait for peers.
             os._exit(PreemptedError.code)
         if name not in names:
             names.append(name)
@@ -168,6 +169,7 @@ _END = b"\0"  # no signal has number 0
 def _has_terminal(pid: int) -> bool:
     """Return whether a process has a controlling terminal."""
     status = status_of(pid)
+    # tty_nr, the 7th field of proc(5), is 0 without a terminal.
     return bool(status) and status[4] != b"0"
 
 
@@ -218,6 +220,7 @@ def _set_handlers(table: Mapping[int, Any]) -> Iterator[None]:
             before.append((number, action, signal.signal(number, handler)))
         yield
     finally:
+        # First what Python calls, then the kernel's own record, which may name a handler in C.
         for number, action, handler in before:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
             libc.sigaction(number, action, None)
@@ -232,6 +235,7 @@ def _tolerate_lost_readers() -> Iterator[None]:
 
     Text that does not fit into an unread pipe is lost: the first time after 5 s, later at once.
     """
+    # Others take no attributes, so their methods cannot be replaced.
     streams = [stream for stream in (sys.stdout, sys.stderr) if hasattr(stream, "__dict__")]
     names = ("write", "flush")
     before = [(s, name, vars(s).get(name)) for s in streams for name in names]
@@ -259,6 +263,7 @@ def _ignore_errors(method: Callable[..., Any], stream: Any) -> Callable[..., Any
         except OSError as error:
             if error.errno in {errno.EPIPE, errno.EIO}:  # a pipe or a terminal without a reader
                 redirect_to_devnull(stream)
+            # As if all had been written; `flush` has no text.
             return len(args[0]) if args else None
 
     return call
@@ -344,6 +349,7 @@ def open_stop_vote(stop_reason: StopReason, axis: Axis) -> Iterator[StopReason]:
             yield stopping_alone
             return
         post = _make_vote(votes)
+        # The first vote is posted before the first step, whose call reads it.
         pending = [post(stop_reason() is not None)]
 
         def stopping() -> str | None:
@@ -351,12 +357,14 @@ def open_stop_vote(stop_reason: StopReason, axis: Axis) -> Iterator[StopReason]:
                 wait_for_result = pending.pop()
                 if wait_for_result():
                     reason = _format_reasons(all_gather_objects(stop_reason(), votes))
+                    # A `stop_reason` of the caller's may have changed its answer since the vote.
                     agreed.append(reason or "one of the ranks")
                 else:
                     pending.append(post(stop_reason() is not None))
             return agreed[0] if agreed else None
 
         yield stopping
+        # The group must not close while a vote is under way.
         for wait_for_result in pending:
             wait_for_result()
 

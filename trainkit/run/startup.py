@@ -58,6 +58,8 @@ def _hash_library() -> str:
 def _hash_files(root: Path | None, files: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
+        # Names end in a null byte and hashes have a fixed length, so that no two lists of files
+        # give the same bytes.
         digest.update(f"{file.relative_to(root) if root else ''}\0".encode())
         digest.update(hashlib.sha256(file.read_bytes()).digest() if file.is_file() else b"")
     return digest.hexdigest()[:16]
@@ -89,6 +91,7 @@ def check_ranks_agree(axis: Axis, facts: Mapping[str, Any]) -> None:
     hashes = all_gather_objects(hashlib.sha256(text).hexdigest(), axis)
     if len(set(hashes)) == 1:
         return
+    # The ranks differ, so all values are sent to say in what.
     difference = find_difference(all_gather_objects(flat, axis))
     assert difference is not None
     field, message = difference
@@ -117,7 +120,8 @@ def find_difference(facts: Sequence[Mapping[str, Any]]) -> tuple[str, str] | Non
     first, *more = different
     texts = [_format_fact(rank, first) for rank in facts]
     # The most frequent value; with two ranks, that of rank 0.
-    usual = max(Counter(texts).items(), key=lambda item: (item[1], item[0] == texts[0]))[0]
+    counts = Counter(texts)
+    usual = max(counts, key=lambda text: (counts[text], text == texts[0]))
     odd_ranks = [rank for rank, text in enumerate(texts) if text != usual]
     shown = ", ".join(f"rank {rank} has {texts[rank]}" for rank in odd_ranks[:8])
     if len(odd_ranks) > 8:
@@ -135,6 +139,7 @@ def _flatten(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping) and value:
             flat |= _flatten(value, f"{prefix}{name}.")
         else:
+            # Paths and records become texts, which compare equal on all ranks.
             flat[f"{prefix}{name}"] = orjson.loads(orjson.dumps(value, default=str))
     return flat
 

@@ -271,6 +271,7 @@ def watch_ranks(
         guard = threading.Thread(target=_guard_the_watch, args=(rank, stop), daemon=True)
 
         def phase(name: str, allow: float | None = None) -> None:
+            # One assignment, so that the watching thread never sees a half of it.
             rank.main.phase = Phase(name, rank.main.phase.allow if allow is None else allow)
 
         thread.start()
@@ -290,6 +291,7 @@ def watch_ranks(
             thread.join(10.0)
             guard.join(1.0)
             with _warn_of_errors(rank):
+                # The last beat says how the rank ended, so that nobody waits for the next one.
                 _beat(rank)
 
 
@@ -301,6 +303,7 @@ def _join(run_dir: Path, axis: Axis) -> _Team:
     own = peers.this_member(axis.index)
     received = all_gather_objects([secrets.token_hex(8), attrs.asdict(own)], axis)
     members = [peers.Member(**fields) for _, fields in received]
+    # The token of rank 0 is the name; the others are not used.
     team = _Team(own, members, run_dir, session=received[0][0])
     with contextlib.suppress(OSError):
         team.folder.mkdir(exist_ok=True)
@@ -328,6 +331,7 @@ def _make_watch(team: _Team, options: _Options, *, allow: float) -> _Watch:
 @contextlib.contextmanager
 def _show_crashes() -> Iterator[None]:
     """Let Python print its stack if the process crashes (a bus error: a mapped file was cut)."""
+    # `run_main` or the user has switched it on, and it stays on.
     if faulthandler.is_enabled():
         yield
         return
@@ -377,6 +381,7 @@ def _keep_watch(rank: _Watch, stop: threading.Event) -> None:
         rank.pulse.looked = now
         is_turn = ticks % _PER_BEAT == 0
         jobs: list[Callable[[_Watch], None]] = [partial(_measure, passed=passed)]
+        # A new phase is written at once where the disk is sure to be near.
         if is_turn or (on_one_host and rank.main.phase.name != rank.pulse.beat.phase):
             jobs.append(_beat)
         if is_turn:
@@ -446,7 +451,9 @@ def _look_around(rank: _Watch) -> None:
     """Read the others' beats: rank 0 always, as it warns; the rest when they may have to act."""
     beat = rank.pulse.beat
     near_end = rank.clock.elapsed > beat.allow - _AHEAD or rank.alarms.stopping
-    is_turn = rank.team.own.rank == 0 and beat.count % (1 + len(rank.team.members) // 64) == 0
+    # Rank 0 looks for stragglers all the time, and the more rarely the more ranks there are.
+    interval = 1 + len(rank.team.members) // 64  # beats
+    is_turn = rank.team.own.rank == 0 and beat.count % interval == 0
     if not (near_end or is_turn):
         return
     passed = rank.others.unseen
@@ -508,6 +515,7 @@ def _check_directory(rank: _Watch) -> None:
 
 def _act(rank: _Watch, *, passed: float) -> None:
     """End the process if the main thread, which could go on or end by itself, does not."""
+    # It is ending by itself.
     if rank.main.is_unwinding or rank.main.state != "running":
         return
     team = rank.team
@@ -638,6 +646,7 @@ def _accuse(rank: _Watch, culprits: Sequence[int]) -> peers.Failure:
     beats[team.own.rank] = rank.pulse.beat
     why = "is stuck"
     hint = ""
+    # A special case of different places, with a cause that can be named.
     if peers.wait_in_fsdp_units(beats):
         why = "waits for parameters or gradients of another unit than others"
         hint = _UNITS
@@ -687,6 +696,7 @@ def is_echo(error: BaseException) -> bool:
 
 def _report_own(rank: _Watch, error: BaseException) -> BaseException:
     """Write down for the other ranks what went wrong here, and return the error to raise."""
+    # It is about another rank: there is nothing to report of this one.
     if isinstance(error, PeerError):
         return error
     team = rank.team
@@ -699,6 +709,7 @@ def _report_own(rank: _Watch, error: BaseException) -> BaseException:
             return error
         failed = f"left with exit code {error.code or 0} in phase {name!r}, before the end"
     peers.write_failure(team.folder, peers.Failure(team.session, team.own.rank, failed))
+    # With an exit code of 0 the launcher would take the run for finished.
     if isinstance(error, SystemExit) and not error.code:
         return RuntimeError(f"watch: rank {team.own.rank} {failed}")
     if not is_out_of_memory(error):
@@ -706,6 +717,7 @@ def _report_own(rank: _Watch, error: BaseException) -> BaseException:
     import resource  # noqa: PLC0415 (Unix has it)
 
     size = parse_requested_memory(error)
+    # ru_maxrss is in KiB on Linux.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     return MemoryError(
@@ -720,6 +732,7 @@ def _report_own(rank: _Watch, error: BaseException) -> BaseException:
 def _find_cause(rank: _Watch, error: BaseException) -> BaseException:
     """Return the cause of a broken connection, waiting some seconds for it to become known."""
     team = rank.team
+    # Read anew: the watching thread may not have looked at the others yet.
     seen = dict.fromkeys(rank.others.sightings, peers.Sighting())
     begin = time.monotonic()
     for second in range(round(_ECHO_GRACE) if seen else 0):

@@ -76,7 +76,8 @@ def buffer_sorted_order(
     # Positions may come in any order; a buffer is sorted once for all of its positions.
     by_position = np.argsort(positions, kind="stable")
     buffers, firsts = np.unique(positions[by_position] // buffer_size, return_index=True)
-    for buffer, group in zip(buffers.tolist(), np.split(by_position, firsts[1:]), strict=False):
+    groups = np.split(by_position, firsts[1:])
+    for buffer, group in zip(buffers.tolist(), groups, strict=False):
         start = buffer * buffer_size
         buffer_keys = keys[start : start + buffer_size]
         if buffer_keys.dtype.kind == "f" and np.isnan(buffer_keys).any():
@@ -86,6 +87,7 @@ def buffer_sorted_order(
             )
         size = buffer_keys.size
         num_packs = size // pack_size
+        # `lexsort` sorts by its last argument first: by key, and ties by a random number.
         by_key = np.lexsort((_shuffle(size, seed, buffer, "ties"), buffer_keys))
         # A short pack stays at the end, so that the others start at multiples of pack_size.
         rank = np.append(_shuffle(num_packs, seed, buffer, "packs"), num_packs)

@@ -61,6 +61,7 @@ def make_mixture_phases(*phases: MixturePhase) -> tuple[MixturePhase, ...]:
         {'web': 3, 'code': 9}
     """
     starts = [phase.start for phase in phases]
+    # The slice also rejects an empty sequence of phases.
     if starts[:1] != [0] or any(after <= before for before, after in pairwise(starts)):
         raise ValueError(
             "make_mixture_phases: phases must start at 0 and each later than the one before, got "
@@ -148,6 +149,7 @@ def add_phase_facts(
     """
 
     def facts_at(batches: int) -> dict[str, Any]:
+        # A phase counts from its first drawn batch on; a run without batches has the first phase.
         started = [phase for phase in phases if phase.start < max(batches, 1)]
         return {**facts, "phases": {str(phase.start): attrs.asdict(phase) for phase in started}}
 
@@ -162,7 +164,7 @@ def anneal_phases(
     anneal_weights: Sequence[float] = (),
     anneal_lr: float = 1.0,
 ) -> tuple[MixturePhase, ...]:
-    """Return the phases of a mixture: one from the start, and one for annealing if it has a step.
+    """Return the phases of a mixture: one from the start, and one for annealing, if any.
 
     Args:
         num_rows: Rows of each corpus by name.
@@ -232,7 +234,7 @@ def sample_mixture(
 
     Returns:
         A function from the number of a global batch, from 0, to its rows: int64
-        `[rows_per_step]`, rows of the joined table.
+        `[rows_per_step]`, rows of the concatenated table.
 
     Raises:
         ValueError: `rows_per_step` is below 1, the phases do not weigh exactly the corpora of
@@ -276,12 +278,14 @@ def sample_mixture(
         # The draws of each source before this batch, over all phases.
         draws = span.draws + _count_draws(span.quotas, position)
         order, _ = _make_period(span.quotas)
+        # `order` is one period of sources, which repeats.
         source_of = order[(position + np.arange(rows_per_step)) % order.size]
         rows = np.empty(rows_per_step, np.int64)
         for source, (name, count) in enumerate(num_rows.items()):
             # Rows of one source are consecutive draws of its stream of epochs, wherever they
             # stand in the batch.
             columns = np.flatnonzero(source_of == source)
+            # `ends - count` is the first row of each source in the concatenated table.
             if columns.size:
                 row = draw_rows(int(draws[source]), columns.size, count, seed, "mixture", name)
                 rows[columns] = ends[source] - count + row
@@ -320,10 +324,12 @@ def _make_spans(
         first = 0
         if any(lag):
             order, _ = _make_period(quota)
-            first = _find_position(order, np.array(quota), np.array([float(x) for x in lag]))
+            rounded_lag = np.array([float(x) for x in lag])
+            first = _find_position(order, np.array(quota), rounded_lag)
         spans.append(_Span(start, quota, first, draws - _count_draws(quota, first)))
         if end is not None:
             num_rows = (end - start) * rows_per_step
+            # Draws up to the end of this phase, and from them those of this phase alone.
             draws = spans[-1].draws + _count_draws(quota, first + num_rows)
             phase_draws = draws - spans[-1].draws - _count_draws(quota, first)
             for source, part in enumerate(quota):
@@ -365,6 +371,7 @@ def _compute_quotas(
     by_remainder = sorted(range(len(fractions)), key=lambda i: quotas[i] - fractions[i] * period)
     for source in by_remainder[: period - sum(quotas)]:
         quotas[source] += 1
+    # A probability is at most 1, so this is a weight that has been rounded to a quota of 0.
     lost = [name for name, x, quota in zip(names, fractions, quotas, strict=True) if x > quota]
     if lost:
         raise ValueError(
@@ -380,11 +387,13 @@ def _make_period(quotas: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], np.ndar
     period = sum(quotas)
     used = np.flatnonzero(quotas)
     order = used[_interleave(np.array(quotas)[used], period)]
+    # Each (block, source) is one number, so that a single `bincount` counts them all.
     blocks = np.arange(period) // BLOCK * len(quotas) + order
     counts = np.bincount(blocks, minlength=-(-period // BLOCK) * len(quotas))
     before = np.zeros((-(-period // BLOCK) + 1, len(quotas)), np.int64)
     # Running counts at each block, so that `_count_draws` counts less than one block.
     before[1:] = np.cumsum(counts.reshape(-1, len(quotas)), axis=0)
+    # A byte for each row, up to 256 sources.
     return order.astype(np.min_scalar_type(len(quotas) - 1)), before
 
 
@@ -439,6 +448,8 @@ def _interleave(quotas: Any, period: int) -> Any:
                 best = source
         order[row] = best
         drawn[best] += 1
+        # With k = `drawn`, draw k + 1 may come from row (k + 1 / slack) * period / quota on, and
+        # must come by row (k + 1 - 1 / slack) * period / quota.
         due = slack * drawn[best] * period
         release[best] = (due + period - 1) // (slack * quotas[best]) + 1
         deadline[best] = (due + (slack - 1) * period) // (slack * quotas[best])

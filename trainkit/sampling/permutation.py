@@ -48,7 +48,8 @@ def permute(index: ArrayLike, count: int, key: int) -> IntArray:
     check_range("permute", at_least=1, count=count)
     index = indices_below(count, "permute", index)
     # Each half of the Feistel network has half the bits of count - 1, rounded up.
-    return _permute(index, np.uint64(count), np.uint64(key), ((count - 1).bit_length() + 1) // 2)
+    half = ((count - 1).bit_length() + 1) // 2
+    return _permute(index, np.uint64(count), np.uint64(key), half)
 
 
 def check_batch(batch: int) -> None:
@@ -106,6 +107,7 @@ def _permute(index: Any, count: Any, key: Any, half: int) -> Any:
     targets = np.empty(BLOCK, np.int64)
     size = next_index = 0
     while size > 0 or next_index < index.size:
+        # New indices fill up the block, after those whose values are still outside.
         for i in range(size, min(BLOCK, size + index.size - next_index)):
             values[i] = index[next_index]
             targets[i] = next_index
@@ -134,6 +136,8 @@ def _apply_rounds(values: Any, keys: Any, half: Any, mask: Any) -> None:
         left = values[i] >> half
         right = values[i] & mask
         for number in range(ROUNDS):
+            # Half by half: a function of one half is added (xor) to the other, which can be undone.
+            # So this is a permutation, whatever the function.
             left, right = right, left ^ (mix_bits(keys[number] + right) & mask)
         values[i] = (left << half) | right
 

@@ -115,7 +115,7 @@ def _assign_greedily(table: Any, room: Any, order: Any, costs: Any, width: int) 
 
 @jit
 def _swap_rows(table: Any, totals: Any, costs: Any, width: int) -> None:
-    """Swap rows of a microbatch between the rank with the most work and others, to 0.1 %."""
+    """Swap rows of a microbatch between ranks until the most work is within 0.1 % of the mean."""
     num_ranks, size = table.shape
     for _ in range(costs.size):
         high = totals.argmax()

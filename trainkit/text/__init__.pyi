@@ -1,4 +1,4 @@
-# The rooms of this wing, which __init__.py loads lazily.
+# __init__.py imports these packages when they are used.
 from . import chat as chat
 from . import corpora as corpora
 from . import prepare as prepare

@@ -537,7 +537,7 @@ GROWTHS = [
     ],
 )
 def test_a_template_that_would_never_end_or_fill_the_memory_is_refused(source, monkeypatch):
-    monkeypatch.setattr(sandbox_module, "_MOST", 1 << 21)
+    monkeypatch.setattr(sandbox_module, "_MAX_COST", 1 << 21)
     with pytest.raises(DataError, match=r"the template refuses these messages \(user\)"):
         make_jinja_template(source, eos_token="$")([user("a")])
 

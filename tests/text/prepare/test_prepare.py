@@ -764,7 +764,7 @@ def test_processes_look_for_no_script_that_came_through_a_pipe(monkeypatch):
 
 def start_one():
     with workers.process_pool(2) as pool:
-        with workers._interrupts_wait():
+        with workers._delay_interrupts():
             pool.submit(os.getpid)
         pytest.fail("the interrupt was lost")
 

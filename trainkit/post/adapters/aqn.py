@@ -22,6 +22,7 @@ from trainkit.parallel.parameters import canonical_name, get_local_box, get_name
 from trainkit.post.adapters.frozen import Noise
 from trainkit.types import ConfigError
 
+# The norms whose outputs matrices read: noise on their scales acts on the columns of those.
 _NORMS = "layers.*.{attention,mlp}_norm.weight"
 
 
@@ -115,6 +116,7 @@ def _add_matrix_noise(
         yield
     finally:
         for module, _, _ in matrices:
+            # Experts stand in the list three times, hence the default.
             vars(module).pop("noises", None)
 
 
@@ -123,6 +125,8 @@ def _add_norm_noise(
     stages: Sequence[nn.Module], seed: int, step: int, scale: float
 ) -> Iterator[None]:
     """Add noise to the scales of the norms before attention and MLP, which must be frozen."""
+    # First: what FSDP has gathered hides the shards, which are written below.
+    _reshard_(stages)
     named = [(x, p) for x, p in get_named_parameters(stages).items() if name_matches(x, _NORMS)]
     trained = [name for name, p in named if p.requires_grad]
     if trained:  # the end of the block would undo a step that trains it
@@ -141,7 +145,6 @@ def _add_norm_noise(
         )
     # A copy is restored, since x + n - n need not be x.
     before = [(p, get_local(p.data).clone()) for _, p in named]
-    _reshard_(stages)
     with torch.no_grad():
         for name, p in named:
             box = get_local_box(p)
@@ -151,7 +154,7 @@ def _add_norm_noise(
     try:
         yield
     finally:
-        _reshard_(stages)
+        _reshard_(stages)  # the passes of the block may have left gathered copies
         for p, bits in before:
             get_local(p.data).copy_(bits)
 
@@ -163,6 +166,7 @@ def _reshard_(stages: Sequence[nn.Module]) -> None:
 
 
 def _make_noise_key(seed: int, step: int, name: str, like: Tensor) -> Tensor:
+    # Random keys are unsigned, and torch computes with no uint64.
     key = to_int64(make_key(seed, "quantization noise", step, name))
     return torch.full((), key, dtype=torch.int64, device=like.device)
 

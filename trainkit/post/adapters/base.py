@@ -54,6 +54,7 @@ def exclude_frozen_(
         (16, 'runs/pretrain')
     """
     stages = modules_of(stages)
+    # Both ways: an earlier call may have marked a parameter that is trained now.
     for p in get_named_parameters(stages).values():
         mark_base_(p, is_base=not p.requires_grad)
     facts = adapter_facts(stages, axis=ps.world)
@@ -133,4 +134,5 @@ def open_base_weights(path: Path | str, *, axis: Axis = SOLO) -> Weights:
             hint=MERGE,
         )
     stored = read_model_tensors(Path(checkpoint))
+    # With their shapes `build_stages` checks that the model takes every tensor.
     return listed(reader(stored), {name: x.shape for name, x in stored.items()})

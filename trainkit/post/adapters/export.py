@@ -97,6 +97,7 @@ def read_adapters(checkpoint: Path | str, *, name: str | None = None) -> SavedAd
             if adapter_name == selected:
                 parts.setdefault(matrix, {})[key] = x
     factors: dict[str, LowRankFactors] = {}
+    # The checkpoint has no scales: an adapter has that of the one specification that matches.
     for matrix, x in parts.items():
         matching = [spec for spec in loras if name_matches(matrix, spec.modules)]
         if len(matching) != 1:
@@ -161,6 +162,7 @@ def export_peft(
         base_family,
         config,
         base=base,
+        # If only some are, alphas over the rank: `to_peft` finds those that give each scale.
         rank_stabilised=all(spec.rank_stabilised for spec in saved.loras),
         dropout=dropouts.pop() if len(dropouts) == 1 else 0.0,  # PEFT has one for all matrices
     )
@@ -268,6 +270,7 @@ def merge_weights(saved: SavedAdapters, base: Weights) -> Weights:
         factors = saved.held.get(name) or saved.held.get(name.removesuffix(".weight"))
         if factors is None:
             return base(name, shape, offset)
+        # The box as slices of the full matrix: rows of it and of B, columns of it and of A.
         *experts, rows, columns = (
             slice(start, start + size) for start, size in zip(offset, shape, strict=True)
         )
@@ -275,11 +278,13 @@ def merge_weights(saved: SavedAdapters, base: Weights) -> Weights:
             weight = base(name, shape, offset)
             a = factors.a[(*experts, slice(None), columns)]
         else:  # DoRA divides by the norm of a row, which needs all of its columns
-            weight = base(name, (*shape[:-1], factors.a.shape[-1]), (*offset[:-1], 0))
+            inputs = factors.a.shape[-1]
+            weight = base(name, (*shape[:-1], inputs), (*offset[:-1], 0))
             a = factors.a[(*experts, slice(None), slice(None))]
         dtype = torch.promote_types(weight.dtype, torch.float32)
         b = factors.b[(*experts, rows)]
-        total = weight.to(dtype) + factors.scale * (b.to(dtype) @ a.to(dtype))
+        product = b.to(dtype) @ a.to(dtype)
+        total = weight.to(dtype) + factors.scale * product
         if factors.lengths is not None:
             lengths = factors.lengths[(*experts, rows)].to(dtype)
             total *= (lengths / total.norm(dim=-1)).unsqueeze(-1)

@@ -56,6 +56,7 @@ class _Rounding:
 
     def round_weight(self, x: Tensor) -> Tensor:
         """Round a weight; scales of the whole matrix, or of rows, are a maximum over ranks."""
+        # Other formats have scales of blocks, and tp never cuts a block (`shard_by_style_`).
         largest = None
         if self.weights in ("nvfp4", "fp8_row"):
             largest = all_max(largest_of(x, rows=self.weights == "fp8_row"), self.inputs)
@@ -71,10 +72,14 @@ class _Rounding:
         # int8 per token, asymmetric, as torchao does it: codes from -128 to 127 for the range from
         # `-low` to `high`, which always contains 0, so that 0 has a code (`zero`) and stays 0.
         values = x.to(torch.promote_types(x.dtype, torch.float32))
-        ends = torch.stack([-values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)])
+        lowest = values.amin(-1, keepdim=True)
+        highest = values.amax(-1, keepdim=True)
+        # Negated, so that one maximum over ranks finds both ends of the range.
+        ends = torch.stack([-lowest, highest])
         low, high = all_max(ends.clamp_min(0), self.inputs).unbind()
         scale = ((high + low) / 255).clamp_min(torch.finfo(torch.float32).tiny)
         zero = (-128 + (low / scale).round()).clamp(-128, 127)
+        # Times the reciprocal, as torchao does it: a division would round some values differently.
         codes = ((values * (1 / scale)).round() + zero).clamp(-128, 127)
         return ((codes - zero) * scale).to(x.dtype)
 
@@ -149,8 +154,10 @@ def _find_problem(form: QuantizationFormat, part: nn.Module) -> str | None:
     problem = None if type(part) is ExpertWeights else plain_problem(part)
     if problem:
         return problem
+    # torchao and GPUs take only whole blocks of these two; elsewhere the last one may be short.
     block = block_of(form) if form in ("int4", "nvfp4") else 1
-    uneven = [p.shape[-1] for p in part.parameters() if p.ndim > 1 and p.shape[-1] % block]
+    row_lengths = [p.shape[-1] for p in part.parameters() if p.ndim > 1]
+    uneven = [length for length in row_lengths if length % block]
     return f"has rows of {uneven[0]}, no whole blocks of {block}" if uneven else None
 
 
@@ -163,6 +170,7 @@ class Fake(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., I]` to `[..., O]`."""
+        # Cast before the rounding: inside `linear` autocast would do it afterwards.
         device_type = x.device.type
         if torch.is_autocast_enabled(device_type):
             x = x.to(torch.get_autocast_dtype(device_type))
@@ -303,6 +311,7 @@ def quantize_model_(
                 del part.fake
     problem = partial(_find_problem, weights)
     layers, _ = choose_layers(model, modules, by="quantize_model_", problem=problem)
+    # A module equals only itself, so the filter below compares identities.
     chosen = {*layers.values()}
     with quietly():
         from torchao import quantization as ao  # noqa: PLC0415 (an extra, and seconds of import)

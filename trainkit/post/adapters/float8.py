@@ -182,7 +182,8 @@ class Float8(nn.Module):
         if self.float8.communicates and torch.compiler.is_compiling():
             # The compiler traces the product, but not a collective on one of our groups.
             multiply = torch.compiler.disable(multiply)
-        y = multiply(x.flatten(0, -2), weight, self.float8).view(*x.shape[:-1], -1)
+        rows = x.flatten(0, -2)  # [T, I], a row for each token
+        y = multiply(rows, weight, self.float8).view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def shard_by_style_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
@@ -286,7 +287,8 @@ def _round(
         outer: The axis that shards the other one.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    largest = all_max(x.abs().amax((0, 1) if one else dim, keepdim=True), inner)
+    dims = (0, 1) if one else dim
+    largest = all_max(x.abs().amax(dims, keepdim=True), inner)
     if one:
         largest = all_max(largest, outer)
     top = torch.finfo(dtype).max
@@ -304,7 +306,8 @@ def _multiply(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], like: Tensor) 
     if like.is_cuda and like.dtype == torch.bfloat16:
         return scaled_product(a8, b8, a_scale, b_scale)
     dtype = torch.promote_types(like.dtype, torch.float32)
-    return ((a8.to(dtype) @ b8.to(dtype)) * a_scale * b_scale).to(like.dtype)
+    product = a8.to(dtype) @ b8.to(dtype)
+    return (product * a_scale * b_scale).to(like.dtype)
 
 
 def scaled_product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:

@@ -274,7 +274,8 @@ def times_scales(
         return values * scales.repeat_interleave(block, -1)[..., first : first + columns]
     # Whole blocks: the product broadcasts over each block, without a scale per element in memory.
     block_scales = scales[..., first // block : (first + columns) // block]
-    return values.unflatten(-1, (-1, block)).mul_(block_scales.unsqueeze(-1)).flatten(-2)
+    blocks = values.unflatten(-1, (-1, block))
+    return blocks.mul_(block_scales.unsqueeze(-1)).flatten(-2)
 
 
 def scales_of(rounded: Tensor, levels: Tensor) -> Tensor:
@@ -321,7 +322,8 @@ def _quantize_fp8(x: Tensor) -> _Parts:
     rows = x.shape[-2]
     num_missing = max(1, ceil(rows / FP8_BLOCK)) * FP8_BLOCK - rows
     # Rows of zeros complete the last blocks, and change none of their maxima.
-    blocks, largest = _split_into_blocks(nn.functional.pad(x, (0, 0, 0, num_missing)), FP8_BLOCK)
+    padded = nn.functional.pad(x, (0, 0, 0, num_missing))
+    blocks, largest = _split_into_blocks(padded, FP8_BLOCK)
     scales = largest.unflatten(-2, (-1, FP8_BLOCK)).amax(-2) / FP8_LARGEST
     codes = _e4m3(_divide_by_scales(blocks, scales.repeat_interleave(FP8_BLOCK, -2)))
     codes = codes.flatten(-2)[..., :rows, : x.shape[-1]].contiguous()
@@ -401,7 +403,8 @@ def _e4m3(x: Tensor) -> Tensor:
 def _pack_pairs(codes: Tensor, like: Tensor) -> Tensor:
     """Pack adjacent 4-bit codes, in blocks `[..., R, N, size]`, into bytes."""
     # The padding of the last block goes, but for one code where the number of columns is odd.
-    pairs = codes.to(torch.uint8).flatten(-2)[..., : 2 * ceil(like.shape[-1] / 2)]
+    num_codes = 2 * ceil(like.shape[-1] / 2)
+    pairs = codes.to(torch.uint8).flatten(-2)[..., :num_codes]
     upper, lower = pairs.unflatten(-1, (-1, 2)).unbind(-1)
     return upper << 4 | lower
 

@@ -185,6 +185,7 @@ def dequantize_parameter(
     if spec is None:
         weight = getattr(module, name)[..., rows, :]
         return weight if dtype is None else weight.to(dtype)
+    # What tp or ep shards is a DTensor; FSDP has gathered its shards by now.
     codes, scales = (
         x.to_local() if hasattr(x, "to_local") else x
         for x in (getattr(module, name), getattr(module, name + SCALES))
@@ -281,6 +282,7 @@ def _quantize_module_(name: str, module: Any, form: QuantizationFormat) -> None:
         spec = QuantizationSpec(form, tuple(weight.shape), weight.dtype)
         quantizations[key] = spec
         fills |= {key: fill, key + SCALES: fill}
+        # `materialize_` fills these later, from the `weights` of `build_stages`.
         if weight.is_meta:
             codes, scales = _allocate_rows(spec, weight.shape[:-1], device="meta")
         else:
@@ -473,6 +475,8 @@ class _FillRows:
         matrix = name.removesuffix(SCALES)
         spec = self.quantizations[matrix.rpartition(".")[2]]
         rows = tuple(shape[:-1]), tuple(offset[:-1])
+        # Codes are filled first. The scales of a linear layer are here by then; of experts, whose
+        # codes all come before their scales, only those of the last matrix.
         if name != matrix and (matrix, *rows) in self.cached_scales:
             return self.cached_scales.pop((matrix, *rows))
         codes, scales = _read_rows(weights, matrix, spec, rows)
@@ -489,19 +493,22 @@ def _read_rows(
     spec: QuantizationSpec,
     box: tuple[tuple[int, ...], tuple[int, ...]] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the bytes of the rows `[..., R]` of a box (shape, offset), which is whole for None."""
+    """Return the bytes of the rows `[..., R]` in a box (shape, offset), by default of all rows."""
     *lead, height, columns = spec.shape
-    shape, offset = box or ((*lead, height), (0,) * (len(lead) + 1))
+    full_box = ((*lead, height), (0,) * (len(lead) + 1))
+    shape, offset = box or full_box
     codes, scales = _allocate_rows(spec, shape, device="cpu")
     start = offset[-1]
     end = start + shape[-1]
     # A bounded number of elements at a time, and whole blocks of fp8, which span rows.
     step = max(1, _MAX_ELEMENTS // max(columns, 1) // FP8_BLOCK) * FP8_BLOCK
+    # `index` counts the experts in the box; a plain matrix has a single one, ().
     for index in itertools.product(*map(range, shape[:-1])):
         matrix = [first + i for first, i in zip(offset[:-1], index, strict=True)]
         for low in range(start // FP8_BLOCK * FP8_BLOCK, end, step):
             high = min(low + step, height)
-            values = weights(name, (*(1 for _ in matrix), high - low, columns), (*matrix, low, 0))
+            box_shape = (*[1] * len(matrix), high - low, columns)
+            values = weights(name, box_shape, (*matrix, low, 0))
             try:
                 quantized = quantize(values, spec.form)
             except NumericsError as error:
@@ -510,9 +517,9 @@ def _read_rows(
             first = max(low, start)
             last = min(high, end)
             row_codes, row_scales = _pack_rows(quantized, slice(first - low, last - low))
-            place = (*index, slice(first - start, last - start))
-            codes[place] = row_codes.reshape(last - first, -1)
-            scales[place] = row_scales.reshape(last - first, -1)
+            in_box = (*index, slice(first - start, last - start))
+            codes[in_box] = row_codes.reshape(last - first, -1)
+            scales[in_box] = row_scales.reshape(last - first, -1)
     return codes, scales
 
 

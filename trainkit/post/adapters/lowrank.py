@@ -159,7 +159,8 @@ class Adapter(nn.Module):
         step = num_rows
         if b.ndim > 2 or get_quantization(module, key) is not None:
             # All experts, or a dequantized matrix, would take much memory at once.
-            step = max(1, _MAX_ELEMENTS // (b[..., 0, 0].numel() * self.inputs))
+            num_experts = b[..., 0, 0].numel()  # 1 for a linear layer
+            step = max(1, _MAX_ELEMENTS // (num_experts * self.inputs))
         parts = []
         # Selective recomputation does not save these products: the backward pass has no use for
         # them. The compiler cannot trace this context.
@@ -212,14 +213,15 @@ class LowRank(Adapter):
     @cache  # all layers of a style share one object
     def derive_style(style: ParallelStyle) -> ParallelStyle:
         """Return the adapter's own style for tensor parallelism, from the style of its matrix."""
-        cut = style.shard_dims.get("weight")
-        if cut is None:
+        shard_dim = style.shard_dims.get("weight")
+        if shard_dim is None:
             return ParallelStyle(
                 partial_grads=style.partial_grads, sequence_sharded=style.sequence_sharded
             )
-        cuts = {"b": 0, "magnitude": 0} if cut == 0 else {"a": 1}
+        # Dimension 0 of the weight is its outputs, which are the rows of B.
+        shard_dims = {"b": 0, "magnitude": 0} if shard_dim == 0 else {"a": 1}
         return ParallelStyle(
-            shard_dims=cuts, partial_grads=True, sequence_sharded=style.sequence_sharded
+            shard_dims=shard_dims, partial_grads=True, sequence_sharded=style.sequence_sharded
         )
 
     def shard_by_style_(self, style: ParallelStyle, axis: Axis) -> ParallelStyle:
@@ -241,7 +243,8 @@ class LowRank(Adapter):
             module: The module, within its forward pass.
         """
         # In the adapter's dtype, which is fp32 where the base computes in bf16.
-        low = nn.functional.linear(self._apply_dropout(x).to(self.a.dtype), self.a)
+        dropped = self._apply_dropout(x).to(self.a.dtype)
+        low = nn.functional.linear(dropped, self.a)  # [..., r]
         low = nn.functional.linear(low, self.b) * self.spec.scale
         if not self.spec.dora:
             return y + low.to(y.dtype)
@@ -267,6 +270,7 @@ class ExpertLowRank(Adapter):
         total = y + grouped_product(low, counts, self.b) * self.spec.scale
         if not self.spec.dora:
             return total
+        # Experts are sharded whole, over ep: a row has all of its columns on this rank.
         norms = self.squared_norms(module, key, y.dtype).sqrt()
         factor = self.magnitude / norms.to(self.magnitude.dtype)
         # Given its size, repeat_interleave does not wait for the counts on the device.

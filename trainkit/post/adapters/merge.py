@@ -48,6 +48,7 @@ def merge_adapters_(stages: Iterable[nn.Module]) -> None:
     for weight, adapter in _find_active(stages):
         box = get_local_box(weight)
         dtype = torch.promote_types(weight.dtype, torch.float32)
+        # This rank's box as slices of the full matrix: rows of it and of B, columns of it and of A.
         *experts, rows, columns = (
             slice(start, start + size)
             for start, size in zip(box.offset, box.local.shape, strict=True)

@@ -33,6 +33,7 @@ from trainkit.weights.hub.links import Link
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 4 * 1024 * 1024
+# PEFT wraps a model twice: a PeftModel has a `base_model`, whose `model` is the model itself.
 _PREFIX = "base_model.model."
 _PARTS = {"lora_A.weight": "a", "lora_B.weight": "b", "lora_magnitude_vector": "magnitude"}
 _SETTINGS_READ = {
@@ -47,6 +48,8 @@ _SETTINGS_IGNORED = {
     *("peft_version", "auto_mapping", "megatron_core", "qalora_group_size"),
 }
 _TYING = "ensure_weight_tying"
+# With another bias PEFT saves trained biases too, and other initial values, such as PiSSA's, change
+# the base.
 _MUST_BE = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -135,6 +138,7 @@ def _map_modules(family: Family, config: DecoderConfig) -> dict[str, list[_RowMa
     modules: dict[str, list[_RowMap]] = {}
     experts = {f"layers.{i}.mlp.experts.{x}" for i in config.expert_layers for x in EXPERT_WEIGHTS}
     for link in make_family_links(family, config):
+        # Norms and biases have no adapters. Experts follow below, packed.
         if len(link.shape) != 2 or link.ours.name in experts:
             continue
         # The dimension of the link that is our rows; the folder's matrix may be transposed.
@@ -177,6 +181,7 @@ def _map_modules(family: Family, config: DecoderConfig) -> dict[str, list[_RowMa
 
 def _rename_for_memory(name: str) -> str:
     """Return the name that `transformers` gives a folder's tensor in memory: PEFT's name."""
+    # Mixtral's: its module has this name in files, and in memory that of the other families.
     return name.replace(".block_sparse_moe.", ".mlp.")
 
 
@@ -234,6 +239,7 @@ def to_peft(
         "inference_mode": True,
         "r": rank,
         "lora_alpha": alpha,
+        # PEFT reads the keys of these two tables as regular expressions.
         "rank_pattern": {re.escape(k): v for k, v in ranks.items() if v != rank},
         "alpha_pattern": {re.escape(k): v for k, v in alphas.items() if v != alpha},
         "target_modules": sorted(ranks.keys() - {*packed}),
@@ -244,6 +250,7 @@ def to_peft(
         "modules_to_save": modules_to_save or None,
         "base_model_name_or_path": base,
         "lora_dropout": 0.0 if experts else dropout,  # PEFT has none for experts
+        # Where the family stores matrices as [in, out], as GPT-2 does, PEFT transposes B A.
         "fan_in_fan_out": any(
             len(link.shape) == 2 and link.theirs.dims == (1, 0)
             for link in make_family_links(family, config)
@@ -281,9 +288,8 @@ def _fuse_factors(
     names = list(dict.fromkeys(x.name for x in row_maps if x.name in held))
     first = held[names[0]]
     num_outputs = max(x.peft_rows.stop for x in row_maps)
-    b = first.b.new_zeros(
-        *first.b.shape[:-2], num_outputs, sum(held[name].a.shape[-2] for name in names)
-    )
+    rank = sum(held[name].a.shape[-2] for name in names)
+    b = first.b.new_zeros(*first.b.shape[:-2], num_outputs, rank)
     lengths = None if first.lengths is None else first.lengths.new_zeros(num_outputs)
     missing = {x.name for x in row_maps} - held.keys()
     if lengths is not None and missing:  # a length of 0 would make those rows 0
@@ -303,7 +309,9 @@ def _fuse_factors(
         part = held[x.name]
         columns = slice(starts[x.name], starts[x.name] + part.a.shape[-2])
         # The fused adapter has one scale, that of the first part; B makes up for the others.
-        b[..., x.peft_rows, columns] = part.b[..., x.rows, :] * (part.scale / first.scale)
+        factor = part.scale / first.scale
+        b[..., x.peft_rows, columns] = part.b[..., x.rows, :] * factor
+        # A row of the fused matrix is a row of one part, and so has the length of that row.
         if lengths is not None and part.lengths is not None:
             lengths[x.peft_rows] = part.lengths[x.rows]
     a = torch.cat([held[name].a for name in names], -2)
@@ -429,6 +437,7 @@ def read_peft(folder: Path | str, family: Family, config: DecoderConfig) -> Peft
         )
 
     def fill(base: Weights, name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        # The folder has all values, DoRA's magnitudes too: nothing is computed from the base.
         del base
         matrix, _, key = split_name(name)
         adapter = factors[matrix]
@@ -535,7 +544,9 @@ def _unflatten_experts(
     else:
         module += ".down_proj"
     if x.ndim != 2 or x.shape[key == "b"] % count:
+        # No module has this name, so the caller reports the tensor.
         return f"{module}.of_other_experts", x
+    # A is [E r, in], the expert first; B is [out, r E], the expert last.
     if key == "a":
         return module, x.unflatten(0, (count, -1))
     return module, x.unflatten(1, (-1, count)).permute(2, 0, 1)
@@ -568,7 +579,8 @@ def _split_factors(
         )
         return {}
     rank = a.shape[-2]
-    # The scale depends on the rank, so a configuration of another rank is a mistake.
+    # The scale depends on the rank, so a configuration of another rank is a mistake. Without
+    # an entry both are 8, PEFT's default.
     expected_rank = _find_by_pattern(settings, "rank_pattern", module, settings.get("r", 8))
     if rank != expected_rank:
         problems.append(f"{module} has the rank {rank}, and {CONFIG} says {expected_rank}")
@@ -617,6 +629,7 @@ def _read_full_tensors(
     # Our tied decoder has one parameter for embedding and head: both must be equal in the folder.
     if config.tied and "lm_head.weight" in full:
         head = full.pop("lm_head.weight")
+        # A missing embedding counts as one of no rows, which equals no head.
         if not torch.equal(head, full.get("model.embed_tokens.weight", head[:0])):
             problems.append("lm_head.weight is tied to the embedding, which is not the same there")
     elif config.tied and "model.embed_tokens.weight" in full and not settings.get(_TYING):
@@ -649,7 +662,9 @@ def _make_loras(
     # PEFT has no dropout for experts, so these are groups of their own.
     groups: dict[tuple[int, float, bool], list[str]] = {}
     for name, x in factors.items():
-        groups.setdefault((x.a.shape[-2], x.scale, x.a.ndim == 3), []).append(name)
+        rank = x.a.shape[-2]
+        is_expert = x.a.ndim == 3
+        groups.setdefault((rank, x.scale, is_expert), []).append(name)
     is_rank_stabilised = bool(settings.get("use_rslora"))
     for (rank, scale, is_expert), names in groups.items():
         yield Lora(

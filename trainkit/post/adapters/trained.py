@@ -62,7 +62,7 @@ def build_trained_stages(
     # Exported folders and those of Hugging Face have no facts, and are whole models.
     has_facts = not is_hf_folder(path) and (Path(path) / "state.json").is_file()
     facts: Mapping[str, Any] = read_facts(path) if has_facts else {}
-    source = base or facts["base_from"] if "base" in facts else path
+    source = (base or facts["base_from"]) if "base" in facts else path
     weights = open_base_weights(source, axis=ps.world)
     if "base" not in facts:
         return build_stages(make_model, ps, plan, weights=weights, **options)
@@ -106,4 +106,5 @@ def _make_adapter_plan(
     quantizations = [
         quantized(form, modules=join_names(names)) for form, names in facts["quantized"].items()
     ]
+    # `quantized` takes plain layers alone, so it comes before adapters.
     return [*quantizations, *(lora(*loras, trained=trained) for loras in by_name.values())]

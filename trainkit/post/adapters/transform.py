@@ -233,6 +233,7 @@ def _add_adapter_(matrix: _Matrix, name: str, spec: Lora, fill: Fill, base: Weig
     quantization = get_quantization(module, matrix.key)
     dtype = like.dtype if quantization is None else quantization.dtype  # codes are bytes
     is_expert = matrix.key != "weight"
+    # "layers.0.attention.wq.lora.default", or "layers.0.mlp.experts.lora.up.default".
     path = f"{name.removesuffix(f'.{matrix.key}')}.{CHILD}"
     path += f".{matrix.key}.{spec.name}" if is_expert else f".{spec.name}"
     make_adapter = ExpertLowRank if is_expert else LowRank
@@ -265,7 +266,7 @@ def _add_adapter_(matrix: _Matrix, name: str, spec: Lora, fill: Fill, base: Weig
 
 
 def _make_initial_values(seed: int, matrix: _Matrix, matrix_name: str) -> Fill:
-    """Return the initial values of an adapter, for which it does not change its base."""
+    """Return the initial values of an adapter, with which a model computes what its base does."""
     weight_name = matrix_name if matrix.key != "weight" else f"{matrix_name}.weight"
     inputs = matrix.sizes[-1]
     quantization = get_quantization(matrix.module, matrix.key)
@@ -282,7 +283,8 @@ def _make_initial_values(seed: int, matrix: _Matrix, matrix_name: str) -> Fill:
         if quantization is not None and on_meta:  # the model will compute with rounded weights
             base = round_weights(base, {weight_name: quantization})
         weight = base(weight_name, (*shape, inputs), (*offset, 0))
-        return torch.cat([rows.double().norm(dim=-1) for rows in weight.split(_MAX_ROWS, -2)], -1)
+        norms = [rows.double().norm(dim=-1) for rows in weight.split(_MAX_ROWS, -2)]
+        return torch.cat(norms, -1)
 
     return fill
 

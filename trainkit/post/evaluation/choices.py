@@ -82,6 +82,7 @@ def make_choice_item(
         raise DataError("'choices' must be a list of texts that are not empty", got=choices)
     if len(choices) < 2:
         raise DataError(f"there must be two choices or more, got {len(choices)}", got=len(choices))
+    # No choice has another index, so that the model's answer would always count as wrong.
     if type(answer) is not int or not 0 <= answer < len(choices):  # true is no index
         raise DataError(
             f"'answer' must be the index of a choice, from 0 to {len(choices) - 1}, got {answer!r}",
@@ -93,6 +94,7 @@ def make_choice_item(
         [make_example(*pair, context=context) for pair in pairs],
         {
             "answer": answer,
+            # The divisors of two of the measures.
             "tokens": [len(continuation) for _, continuation in pairs],
             "bytes": [len(choice.encode()) for choice in choices],
         },
@@ -150,6 +152,7 @@ def accuracy(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """
     if not records:
         raise DataError("accuracy: there is no question")
+    # Ties and truncated contexts are reported with it: with many, the figure says little.
     correct = {
         name: sum(record["best"][name] == record["answer"] for record in records) / len(records)
         for name in MEASURES

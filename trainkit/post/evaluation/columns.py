@@ -76,6 +76,7 @@ def make_top_k_columns(score: TopKScorer, top_k: int) -> tuple[dict[str, Column]
             {"teacher_ids": ids, "teacher_logprobs": logprobs} for ids, logprobs in score(examples)
         ]
 
+    # k words of 8 bytes for each token, a multiple of the corpus itself.
     columns = {
         "teacher_ids": Column("int32", (top_k,)),
         "teacher_logprobs": Column("float32", (top_k,)),
@@ -137,6 +138,7 @@ def score_corpus(
     new_columns, measure = columns
     out = Path(out)
     check_output(out)
+    # Otherwise scores by an earlier model would be lost without a word.
     if duplicates := sorted({*new_columns} & {*corpus.columns}):
         raise ConfigError(
             f"score_corpus: the corpus has the column {', '.join(duplicates)} already",
@@ -153,6 +155,7 @@ def score_corpus(
         # Two processes would delete each other's parts.
         on_first_rank(lambda: lock.enter_context(lock_output(out, function="score_corpus")))
         on_first_rank(lambda: _prepare_folder(folder, facts, log))
+        # One list for all ranks: those that differed would call different collectives.
         reused = on_first_rank(
             lambda: [_is_finished(path, corpus.lengths[a:b], log) for path, (a, b) in parts]
         )
@@ -160,6 +163,7 @@ def score_corpus(
             # Taken from the iterator even if they are not scored, to reach the next part.
             selected = [*islice(documents, end - start)]
             if not is_finished:
+                # All ranks compute together; the first one writes.
                 samples = [*_score_documents(selected, new_columns, measure, context)]
                 on_first_rank(
                     partial(
@@ -197,7 +201,7 @@ def score_reference(
         path: The token file.
         is_new: Whether to score and write the file, or to read it.
         facts: What the log-probabilities depend on, besides the corpus: a hash of the weights.
-        announce: Called before each forward pass over examples, which may take a while.
+        announce: Called before the examples of each part are scored, which may take a while.
         log: Called with messages.
 
     Returns:
@@ -227,6 +231,7 @@ def score_reference(
     if is_new:
         score = make_scorer(stages)
 
+        # Part by part, so that no watchdog takes the scoring of a long file for a hang.
         def announce_and_score(examples: Sequence[Example]) -> list[ExampleScores]:
             announce()
             return score(examples)
@@ -281,7 +286,9 @@ def _list_parts(
 ) -> list[tuple[Path, tuple[int, int]]]:
     """Return the path of each part, and its documents from start to end."""
     # A part starts with the first document at or after a multiple of part_tokens.
-    firsts = np.searchsorted(offsets[:-1], np.arange(0, max(1, offsets[-1]), part_tokens))
+    multiples = np.arange(0, max(1, offsets[-1]), part_tokens)
+    firsts = np.searchsorted(offsets[:-1], multiples)
+    # `unique`, because a document longer than a part covers several multiples.
     bounds = np.unique([0, *firsts, len(offsets) - 1]).tolist()
     paths = [folder / f"part_{index:08d}{SUFFIX}" for index in range(len(bounds) - 1)]
     return list(zip(paths, pairwise(bounds), strict=True))
@@ -289,6 +296,7 @@ def _list_parts(
 
 def _prepare_folder(folder: Path, facts: Mapping[str, Any], log: Log) -> None:
     """Make the folder of parts, and delete parts that were computed with other facts."""
+    # Sorted keys, so that equal facts have equal bytes.
     path = folder / "facts.json"
     expected = orjson.dumps(facts, option=orjson.OPT_SORT_KEYS)
     if folder.is_dir() and (not path.is_file() or path.read_bytes() != expected):

@@ -111,6 +111,7 @@ def get_prefix_id(tokenizer: Tokenizer) -> int:
         >>> get_prefix_id(make_byte_tokenizer())
         256
     """
+    # The same fallback as lm-eval's, so that perplexities are comparable.
     for name in ("bos_id", "eos_id"):
         token = getattr(tokenizer, name, None)
         if token is not None:
@@ -123,7 +124,11 @@ def get_prefix_id(tokenizer: Tokenizer) -> int:
 
 
 def encode_continuation(
-    tokenizer: Tokenizer, context: str, continuation: str, *, add_bos: bool = False
+    tokenizer: Tokenizer,
+    context: str,
+    continuation: str,
+    *,
+    add_bos: bool = False,
 ) -> tuple[list[int], list[int]]:
     """Encode a context and its continuation, split as by `lm-eval`.
 
@@ -164,4 +169,6 @@ def encode_with_bos(tokenizer: Tokenizer, text: str, *, add_bos: bool) -> list[i
     """
     ids = list(tokenizer.encode(text))
     bos = getattr(tokenizer, "bos_id", None)
-    return [bos, *ids] if add_bos and bos is not None and ids[:1] != [bos] else ids
+    # A tokenizer of transformers may add it itself.
+    needs_bos = add_bos and bos is not None and ids[:1] != [bos]
+    return [bos, *ids] if needs_bos else ids

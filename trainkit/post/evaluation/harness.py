@@ -133,6 +133,7 @@ class _Requests:
         return encode_with_bos(self.own_tokenizer, string, add_bos=add_bos)
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+        # A request is the pair of texts, which keys lm-eval's cache, and the ids of each.
         examples = [make_example(a, b, context=self.context) for _, a, b in requests]
         self.cut += sum(example.cut > 0 for example in examples)
         results = [(scores.logprob, scores.greedy) for scores in self.score(examples)]
@@ -206,6 +207,7 @@ class _Requests:
                 want=f"at most {self.context - 1}",
                 hint="give max_gen_toks in the task's generation_kwargs",
             )
+        # The end of a prompt is what the answer continues.
         return self.tok_encode(prompt)[-max_length:] or [self.prefix_token_id]
 
 
@@ -221,6 +223,7 @@ def _parse_options(generation_kwargs: Mapping[str, Any]) -> _GenerateOptions:
 
     Raises ConfigError for unknown ones.
     """
+    # What remains after the known options would silently change a task's figures.
     unknown = dict(generation_kwargs)
     until = unknown.pop("until", None) or []
     lengths = [value for name in _LENGTHS if (value := unknown.pop(name, None)) is not None]
@@ -320,6 +323,7 @@ def evaluate_tasks(
         task_manager=manager,
         num_fewshot=shots,
         limit=limit or None,
+        # No standard errors: those of some metrics are resampled, which takes long.
         bootstrap_iters=0,
         log_samples=False,
     )

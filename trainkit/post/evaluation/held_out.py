@@ -58,6 +58,7 @@ def make_evaluator(
         >>> evaluate()["tokens"]
         2
     """
+    # Whatever was given, `step.evaluate` gets stages with their axes.
     stages = as_stages(stages_or_model, "make_evaluator", axis=axis, call=call)
     device = compute_device(stages[0])
 

@@ -108,7 +108,9 @@ def write_results(
     def open_file() -> int:
         with convert_disk_errors(path, by="write_results"):
             is_new = not path.exists()
-            file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
+            # open() would fail without a file in mode r+b, and truncate an old one in w+b.
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            file = os.fdopen(os.open(path, flags, 0o666), "r+b")
             files.append(file)
             if is_new:
                 fsync_folder(path.parent)  # a power loss keeps a file's bytes, and loses its name
@@ -165,7 +167,8 @@ def _seek_end(file: BinaryIO, path: Path, facts: Mapping[str, Any]) -> int:
         file.seek(0)
         actual = _read_facts(file, path)
         expected = _drop_hash(orjson.loads(header))  # as JSON has them: a tuple is a list there
-        names = [name for name in {**actual, **expected} if actual.get(name) != expected.get(name)]
+        all_names = {**actual, **expected}
+        names = [name for name in all_names if actual.get(name) != expected.get(name)]
         if names:
             name = names[0]
             raise DataError(
@@ -238,4 +241,5 @@ def _format_record(values: Mapping[str, Any]) -> bytes:
 
 
 def _append_hash(prefix: bytes) -> bytes:
-    return prefix + _HASH + hashlib.sha256(prefix).hexdigest()[:16].encode() + b'"}\n'
+    digest = hashlib.sha256(prefix).hexdigest()[:16]
+    return prefix + _HASH + digest.encode() + b'"}\n'

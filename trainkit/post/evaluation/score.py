@@ -109,9 +109,10 @@ def make_scorer(
 
     def score(examples: Sequence[Example]) -> list[ExampleScores]:
         scores = []
-        for index, values in enumerate(compute(examples)):
-            _check_finite(values[0], index)
-            scores.append(ExampleScores(values[0].copy(), bool(values[1].all())))
+        for index, (logprobs, is_best) in enumerate(compute(examples)):
+            _check_finite(logprobs, index)
+            # A copy: the values are a slice of the table of all examples.
+            scores.append(ExampleScores(logprobs.copy(), bool(is_best.all())))
         return scores
 
     return score
@@ -198,10 +199,12 @@ def _make_compute(
                     f"{example.scored} are scored; at least one must be scored, and at least one "
                     "not"
                 )
+        # Rows are as long as the longest example: shorter ones share a row.
         lengths = np.array([len(example.ids) - 1 for example in examples])  # the last is a label
         longest = int(align(lengths, multiple).max())
         capacity = -(-longest // length_multiple) * length_multiple
         bins = pack_bins(lengths, capacity, multiple_of=multiple, overlong="error", group_size=0)
+        # The scored positions of each example in the flattened rows, the last ones of its inputs.
         ends = _find_starts(bins) + lengths
         scored = [slice(end - x.scored, end) for end, x in zip(ends, examples, strict=True)]
         # One more label at the end, where the token_index of padding, -1, points.
@@ -212,9 +215,12 @@ def _make_compute(
         # This rank's rows, [batches, rows]: all ranks have the same number of batches, since they
         # run collectives together, and -1 is a padding row.
         num_ranks = data_shard.rows.count
-        rows_per_batch = min(max(1, tokens_per_batch // capacity), -(-len(bins) // num_ranks))
+        rows_that_fit = max(1, tokens_per_batch // capacity)
+        rows_per_rank = -(-len(bins) // num_ranks)
+        rows_per_batch = min(rows_that_fit, rows_per_rank)
         rows_per_step = rows_per_batch * num_ranks
-        order = np.arange(-(-len(bins) // rows_per_step) * rows_per_step)
+        num_steps = -(-len(bins) // rows_per_step)
+        order = np.arange(num_steps * rows_per_step)
         order[len(bins) :] = -1
         rows = order.reshape(-1, num_ranks, rows_per_batch)[:, data_shard.rows.index]
         local = _measure_rows(
@@ -227,7 +233,8 @@ def _make_compute(
             width=width,
         )
         # Each token is non-zero on one rank alone, so the sum gathers.
-        table = all_sum(all_sum(local, stages.loss), stages.pp).cpu().numpy()
+        summed = all_sum(local, stages.loss)
+        table = all_sum(summed, stages.pp).cpu().numpy()
         return [table[:, positions] for positions in scored]
 
     return compute
@@ -251,6 +258,7 @@ def _measure_rows(
     with use_eval_mode(stages):
         for batch_rows in rows:
             batch = collate_bins(inputs, bins, batch_rows, row_positions=batch_rows)
+            # Before the sequence is sharded, which shards the labels, too.
             batch = attrs.evolve(batch, labels=labels[batch.token_index])
             batch = shard_sequence(batch, ring=stages.ring.share, ulysses=stages.ulysses.share)
             batch = to_device(batch, device)
@@ -267,9 +275,12 @@ def _find_starts(bins: Bins) -> IntArray:
     sizes = align(bins.lengths, bins.multiple_of)
     ends = np.cumsum(sizes)
     row_indices = np.repeat(np.arange(len(bins)), np.diff(bins.offsets))
+    # Pieces of earlier rows, which the running sum counts without the padding of those rows.
     before_row = np.append(0, ends)[bins.offsets[:-1]][row_indices]
+    start_in_row = ends - sizes - before_row
+    # In the order of documents, not of pieces.
     starts = np.empty(len(bins.documents), np.int64)
-    starts[bins.documents] = row_indices * bins.capacity + ends - sizes - before_row
+    starts[bins.documents] = row_indices * bins.capacity + start_in_row
     return starts
 
 
@@ -339,7 +350,8 @@ def _find_top_k(output: Any, labels: Tensor, *, top_k: int, temperature: float) 
     output = drop_routing(output)
     if isinstance(output, Tensor):
         _check_top_k(top_k, output.shape[-1])
-        flat = (output.detach().flatten(0, -2).float() / temperature).log_softmax(-1)
+        flat = output.detach().flatten(0, -2).float()
+        flat = (flat / temperature).log_softmax(-1)
         # As floating-point numbers, ids share a tensor with the log-probabilities.
         ids, logprobs = likeliest(flat, top_k, SOLO)
         values = torch.cat([ids.float(), logprobs.float()], dim=-1)
@@ -348,11 +360,18 @@ def _find_top_k(output: Any, labels: Tensor, *, top_k: int, temperature: float) 
         axis = make_vocabulary_axis(weight, axis)
         _check_top_k(top_k, axis.total)
         factors = cast_factors(
-            "make_top_k_scorer", hidden, weight, labels, softcap=softcap, axis=axis
+            "make_top_k_scorer",
+            hidden,
+            weight,
+            labels,
+            softcap=softcap,
+            axis=axis,
         )
 
         def compute(logits: Tensor, _rows: slice, _gradient: bool) -> Tensor:
-            ids, logprobs = likeliest(log_softmax_(logits.div_(temperature), axis), top_k, axis)
+            chunk_logprobs = log_softmax_(logits.div_(temperature), axis)
+            ids, logprobs = likeliest(chunk_logprobs, top_k, axis)
+            # As in `token_scores`, the first column is only summed.
             return torch.cat([logprobs[:, :1], ids.to(logprobs.dtype), logprobs], dim=-1)
 
         with torch.no_grad():
@@ -373,6 +392,7 @@ def _find_argmax(logits: Tensor, axis: VocabularyAxis) -> Tensor:
         first = torch.full(logits.shape[:1], axis.total, device=logits.device)
         all_max(logits.new_full(logits.shape[:1], -torch.inf), axis)
         return -all_max(-first, axis)
+    # Ids are negated for a minimum: the collective is a maximum.
     largest, index = logits.max(-1)
     is_largest = largest == all_max(largest, axis)
     # Among equal maxima the least index, as argmax has it: a minimum over ranks.

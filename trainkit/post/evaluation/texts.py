@@ -87,6 +87,7 @@ def make_text_item(
         >>> make_text_item({"text": "two words"}, make_byte_tokenizer(), context=64).metadata
         {'tokens': 9, 'words': 2, 'bytes': 9}
     """
+    # Which of the two kinds a record is follows from its fields.
     if "continuation" in record:
         if field in record:
             raise DataError(
@@ -106,6 +107,7 @@ def make_text_item(
     ids = encode_with_bos(tokenizer, text, add_bos=False)
     return EvalItem(
         make_rolling_windows(ids, prefix=get_prefix_id(tokenizer), context=context),
+        # The divisors of a perplexity; words and bytes do not depend on the tokenizer.
         {"tokens": len(ids), "words": count_words(text), "bytes": len(text.encode())},
     )
 
@@ -126,6 +128,7 @@ def make_items(
     """
     items = []
     for name, record in read_records(path, sources=sources):
+        # `make_item` does not know the file, so the place is added to its error here.
         try:
             items.append(make_item(record))
         except DataError as error:
@@ -148,6 +151,7 @@ def count_words(text: str) -> int:
         >>> count_words("two words"), count_words("two words\n")
         (2, 3)
     """
+    # Not text.split(), which drops the empty strings at both ends.
     return len(re.split(r"\s+", text))
 
 
@@ -160,6 +164,7 @@ def make_text_record(item: EvalItem, scored: Sequence[ExampleScores]) -> dict[st
         ... )
         {'words': 1, 'logprob': -1.5, 'greedy': False, 'cut': 0, 'token_logprobs': [-0.5, -1.0]}
     """
+    # An empty text has no window, and numpy cannot concatenate nothing.
     logprobs = np.concatenate([scores.logprobs for scores in scored]) if scored else np.zeros(0)
     return {
         **item.metadata,
@@ -190,6 +195,7 @@ def perplexity(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     tokens = sum(record["tokens"] for record in texts)
     words = sum(record["words"] for record in texts)
     num_bytes = sum(record["bytes"] for record in texts)
+    # fsum: millions of documents, whose order should not change the result.
     logprob = math.fsum(record["logprob"] for record in texts)
     if not tokens:  # texts may be empty
         raise DataError("perplexity: there is no text with a token", got=len(texts))

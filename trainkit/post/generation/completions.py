@@ -189,6 +189,7 @@ def _sample(
     device: torch.device,
 ) -> None:
     """Sample tokens until all rows have ended; no tensor that stays between steps grows."""
+    # Noise by position in each row's own text, not by column: a batch does not change it.
     starts = [*map(len, prompts)]
     noise = make_noise(row_ids, starts, max_new_tokens, seed=sampling.seed, device=device)
     text = _make_text(prompts, noise)
@@ -208,6 +209,7 @@ def _sample(
         remaining = [i for i, token in enumerate(tokens.tolist()) if active[i].add(token)]
         if not remaining:
             return
+        # Finished rows leave every tensor, so that they cost nothing more.
         selected = None
         if len(remaining) < len(active):
             selected = torch.tensor(remaining, device=noise.device)
@@ -261,6 +263,7 @@ def sample_text(
     if isinstance(prompt, str):
         bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
         prompt = [*bos, *tokenizer.encode(prompt)]
+    # For people: a text that outgrows the context goes on, and needs no check beforehand.
     (completion,) = generate(
         stages_or_model,
         [prompt],
@@ -402,6 +405,7 @@ def generate_sharded(
     axis = stages_or_model.dp if isinstance(stages_or_model, Stages) else axis
     if call is None:
         call = _choose_call(model)
+    # Ids of all prompts, before they are sharded: noise must not depend on the rank.
     row_ids = range(len(prompts)) if row_ids is None else row_ids
     # All ranks check all prompts: a rank that raised alone would leave the others waiting.
     _check_rows(
@@ -514,7 +518,8 @@ class _Row:
         """Return the completion of a row that has ended."""
         if self.reader is not None:
             self._stream(self.reader.end())
-        return Completion(self.ids, None if self.reader is None else self.reader.text, self.ended)
+        text = None if self.reader is None else self.reader.text
+        return Completion(self.ids, text, self.ended)
 
 
 @attrs.frozen(eq=False)

@@ -96,6 +96,7 @@ def compute_rewards(
         >>> compute_rewards(is_correct, answers).raised
         1
     """
+    # Written so that NaN is rejected, too.
     if not seconds > 0:
         raise ValueError(f"compute_rewards: seconds must be above 0, got {seconds}")
 
@@ -109,6 +110,7 @@ def compute_rewards(
             rewards.append(0.0)  # stays, unless the reward function returns another one
             if answer.truncated:
                 continue
+            # A failure is no reason to end a run of days; the first one is reported.
             example = f"{answer.prompt!r}, {answer.text!r}"
             try:
                 with _time_limit(seconds):
@@ -159,6 +161,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
     handler = signal.signal(signal.SIGALRM, interrupt)
     try:
+        # Again each time: a bare `except:` in the reward function may swallow the first one.
         signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
         try:
             yield

@@ -131,6 +131,7 @@ def sample_answers(
         answers_per_prompt=answers_per_prompt,
         max_new_tokens=max_new_tokens,
     )
+    # Several answers to a prompt are rows of their own, whose ids give them different noise.
     stop_id = tokenizer.eos_id
     prompt_ids = [  # a row per answer
         [*_get_bos(tokenizer), *tokenizer.encode(prompt)]
@@ -207,6 +208,7 @@ def read_answers(
     vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
     for index, record in enumerate(records, start=first):
         prompt = _read_text(record, "prompt", index)
+        # Without the ids an engine used, those of the encoded text stand in for them.
         if record.get("prompt_ids") is None:
             prompt_ids = [*_get_bos(tokenizer), *_encode(prompt, "prompt", tokenizer, index)]
         else:
@@ -217,6 +219,7 @@ def read_answers(
         if record.get("choices") is not None:
             count = len(prompt_ids) + len(ids)
             by_layer = _read_token_values(record, "choices", [count, count - 1], index)
+            # A column holds one list per token: L layers of k experts, one after another.
             choices = [[expert for layer in token for expert in layer] for token in by_layer]
             # Engines run the last token through no layer. It is the input of no label, so any
             # choice does.
@@ -257,6 +260,7 @@ def _read_answer(
         ids = _encode(text, "answer", tokenizer, index)
         return text, ids + ([] if truncated or stop_id is None else [stop_id]), bool(truncated)
     ids = _read_ids(record, "ids", vocab_size, index)
+    # The EOS is in the loss: an answer that lacks it would never be taught to end.
     if stop_id is not None and (ids[-1] == stop_id) == bool(truncated):
         raise DataError(
             f"read_answers: record {index} is {'' if truncated else 'not '}truncated, but its ids "
@@ -281,6 +285,7 @@ def _read_answer(
 
 def _read_logprobs(record: Mapping[str, Any], ids: Sequence[int], index: int) -> list[float]:
     """Return the log-probability of each sampled token."""
+    # The one trace of other tokens that a text without ids leaves.
     values = record.get("logprobs")
     if record.get("ids") is None and isinstance(values, list) and len(values) != len(ids):
         raise DataError(
@@ -306,8 +311,14 @@ def _read_logprobs(record: Mapping[str, Any], ids: Sequence[int], index: int) ->
     return [*values]
 
 
-def _read_ids(record: Mapping[str, Any], name: str, vocab_size: int, index: int) -> list[int]:
+def _read_ids(
+    record: Mapping[str, Any],
+    name: str,
+    vocab_size: int,
+    index: int,
+) -> list[int]:
     values = record[name]
+    # A text is a Sequence, too. `type(x) is int`, since true is an instance of int.
     is_list = isinstance(values, Sequence) and not isinstance(values, str)
     if is_list and values and all(type(x) is int and 0 <= x < vocab_size for x in values):
         return [*values]
@@ -422,6 +433,7 @@ def make_answer_reader(
                 f"make_answer_reader: rollout {index} needs answers {start} to {end - 1}, but the "
                 f"iterator is at {position}; give a list, or start again"
             )
+        # Skips to the rollout; `position` counts the records, also if they end before it.
         position += sum(1 for _ in islice(iterator, start - position))
         selected = [*islice(iterator, size)]
         position += len(selected)
@@ -433,6 +445,7 @@ def make_answer_reader(
                 want=end,
             )
         answers = read_answers(selected, tokenizer=tokenizer, vocab_size=vocab_size, first=start)
+        # Plain values, which go to the other ranks as JSON.
         return [attrs.asdict(answer) for answer in answers]
 
     def read(index: int) -> list[Answer]:
@@ -510,6 +523,7 @@ def check_logprobs(
         >>> check_logprobs([batch | {"old_logprobs": torch.tensor([[-0.25]])}], tolerance=0.5)
         0.25
     """
+    # [sum of differences, number of labels], of all ranks by one all-reduce.
     total = torch.zeros(2, dtype=torch.float64, device=microbatches[0]["labels"].device)
     for batch in microbatches:
         if "old_logprobs" in batch:  # only the last stage of a pipeline computes them
@@ -555,6 +569,7 @@ def make_answer_corpus(answers: Sequence[Answer], *, advantages: ArrayLike) -> T
     if answers[0].logprobs is not None:
         columns["sampler_logprobs"] = Column()
     if answers[0].choices is not None:
+        # Of tokens and not of labels: a router chooses for the input, also in the prompt.
         columns["choices"] = Column("int64", (len(answers[0].choices[0]),), of="token")
 
     def make_sample(index: int, answer: Answer, advantage: float) -> Sample:
@@ -645,8 +660,13 @@ def split_minibatches(
     for index in range(count):
         # Packing skips empty documents, so a length of 0 excludes an answer of another minibatch.
         local_lengths = np.where(minibatch_indices == index, lengths, 0)
+        # All answers in one group: they are few, and the fit may combine any of them.
         bins = pack_bins(
-            local_lengths, capacity, overlong="error", group_size=0, multiple_of=multiple_of
+            local_lengths,
+            capacity,
+            overlong="error",
+            group_size=0,
+            multiple_of=multiple_of,
         )
         minibatches.append(PackedCorpus(corpus, bins))
     return minibatches

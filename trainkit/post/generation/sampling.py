@@ -14,7 +14,7 @@ import torch
 from attrs.validators import optional
 from torch import Tensor
 
-from trainkit.losses.shaping import (  # noqa: F401 (the room's)
+from trainkit.losses.shaping import (  # noqa: F401 (exported with the others)
     Shaping,
     filter_min_p,
     filter_top_k,
@@ -64,7 +64,11 @@ class Sampling:
 
 
 def next_tokens(
-    logits: Tensor, noise: Tensor, sampling: Sampling, *, seen: Tensor | None = None
+    logits: Tensor,
+    noise: Tensor,
+    sampling: Sampling,
+    *,
+    seen: Tensor | None = None,
 ) -> Tensor:
     """Sample the next token of each row.
 
@@ -116,6 +120,7 @@ def shape_logits(logits: Tensor, sampling: Sampling, *, seen: Tensor | None = No
         logits = penalize_repetition(logits, seen, sampling.repetition_penalty)
     if sampling.temperature == 0:
         return logits
+    # The trainer scores samples with the same functions, so both agree on what can be drawn.
     filters = Shaping(top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
     return filtered(scale_temperature(logits, sampling.temperature), filters)
 
@@ -128,6 +133,7 @@ def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
         >>> penalize_repetition(logits, seen, 2.0).tolist()
         [[1.0, -4.0, 2.0]]
     """
+    # Either way the token becomes less likely, which dividing a negative logit would not do.
     penalized = torch.where(logits < 0, logits * penalty, logits / penalty)
     return torch.where(seen, penalized, logits)
 
@@ -149,12 +155,18 @@ def sample_from_cdf(logits: Tensor, noise: Tensor) -> Tensor:
     cumulative = logits.double().softmax(-1).cumsum(-1)
     # The sum is 1 but for rounding; scaled by it, no draw falls behind the last token.
     total = cumulative[:, -1:]
-    token = torch.searchsorted(cumulative, noise.double().unsqueeze(1) * total, right=True)
+    thresholds = noise.double().unsqueeze(1) * total
+    token = torch.searchsorted(cumulative, thresholds, right=True)
     return token.squeeze(1).masked_fill(total.squeeze(1).isnan(), -1)
 
 
 def make_noise(
-    row_ids: Sequence[int], starts: Sequence[int], count: int, *, seed: int, device: torch.device
+    row_ids: Sequence[int],
+    starts: Sequence[int],
+    count: int,
+    *,
+    seed: int,
+    device: torch.device,
 ) -> Tensor:
     """Return uniform noise that is a function of seed, row id and token position.
 

@@ -54,10 +54,13 @@ class Reader:
     def read(self, token: int) -> str:
         """Add a token and return the text that it completes."""
         self.ids.append(token)
-        if self.tokenizer.decode(self.ids[self.first :]).endswith(_REPLACEMENT):
+        decoded = self.tokenizer.decode(self.ids[self.first :])
+        if decoded.endswith(_REPLACEMENT):
             return ""
         self._decode()
-        stops = [i for i in (self.text.find(s, self.num_shown) for s in self.stop) if i >= 0]
+        # What was shown cannot be the start of a stop string: a possible start is held back.
+        places = [self.text.find(s, self.num_shown) for s in self.stop]
+        stops = [i for i in places if i >= 0]
         if stops:
             self.text = self.text[: min(stops)]
             self.stopped = True
@@ -78,8 +81,10 @@ class Reader:
         return bisect_right(self.ends, len(self.text))
 
     def _decode(self) -> None:
-        before = len(self.tokenizer.decode(self.ids[self.first : self.num_decoded]))
-        piece = self.tokenizer.decode(self.ids[self.first :])[before:]
+        # Decoded with the tokens before it, whose text is then removed from the front.
+        before = self.tokenizer.decode(self.ids[self.first : self.num_decoded])
+        decoded = self.tokenizer.decode(self.ids[self.first :])
+        piece = decoded[len(before) :]
         self.text += piece
         self.ends += [len(self.text)] * (len(self.ids) - self.num_decoded)
         # A token without text is no context for the next one, so keep the tokens before it.

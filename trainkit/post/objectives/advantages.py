@@ -12,7 +12,12 @@ from trainkit.types import check_range
 
 
 def group_advantages(
-    rewards: Tensor, groups: Tensor, *, num_groups: int, deviation: bool = True, eps: float = 1e-4
+    rewards: Tensor,
+    groups: Tensor,
+    *,
+    num_groups: int,
+    deviation: bool = True,
+    eps: float = 1e-4,
 ) -> Tensor:
     """Return the group-normalized advantages of GRPO: (reward - mean) / (deviation + eps).
 
@@ -47,7 +52,9 @@ def group_advantages(
     advantages = exact - (sums / counts)[groups]  # the mean of each answer's group
     if deviation:
         _, squares = _sum_by_group(advantages.square(), groups, num_groups)
-        advantages = advantages / ((squares / (counts - 1).clamp(min=1)).sqrt()[groups] + eps)
+        # n - 1, and 1 for a group of one, whose advantage is 0 anyway.
+        variances = squares / (counts - 1).clamp(min=1)
+        advantages = advantages / (variances.sqrt()[groups] + eps)
     return advantages.to(rewards.dtype)
 
 
@@ -77,8 +84,10 @@ def leave_one_out(rewards: Tensor, groups: Tensor, *, num_groups: int) -> Tensor
     check_range("leave_one_out", at_least=1, num_groups=num_groups)
     exact = _to_fp64(rewards)
     counts, sums = _sum_by_group(exact, groups, num_groups)
-    mean_of_others = (sums[groups] - exact) / (counts - 1).clamp(min=1)[groups]
-    return torch.where(counts[groups] > 1, exact - mean_of_others, 0).to(rewards.dtype)
+    num_others = (counts - 1).clamp(min=1)[groups]
+    mean_of_others = (sums[groups] - exact) / num_others
+    has_others = counts[groups] > 1
+    return torch.where(has_others, exact - mean_of_others, 0).to(rewards.dtype)
 
 
 def gae(
@@ -126,9 +135,11 @@ def gae(
     """
     check_range("gae", at_least=0, at_most=1, discount=discount, trace=trace)
     # The TD errors: delta_t = r_t + gamma V_{t+1} - V_t, and A_t = delta_t + gamma lambda A_{t+1}.
+    # The recursion runs backward and stops where the next token is of another document.
     is_step = document_ids >= 0
     has_next = torch.zeros_like(is_step)
-    has_next[:, :-1] = is_step[:, :-1] & (document_ids[:, :-1] == document_ids[:, 1:])
+    is_same = document_ids[:, :-1] == document_ids[:, 1:]
+    has_next[:, :-1] = is_step[:, :-1] & is_same
     last_values = torch.zeros_like(values) if bootstrap is None else bootstrap
     next_values = torch.where(has_next, values.roll(-1, 1), last_values)
     advantages = torch.where(is_step, rewards + discount * next_values - values, 0)
@@ -157,6 +168,7 @@ def _sum_by_group(x: Tensor, groups: Tensor, count: int) -> tuple[Tensor, Tensor
             "advantages: rewards and groups must be [N], one of each for an answer, got "
             f"{tuple(x.shape)} and {tuple(groups.shape)}"
         )
+    # Out of place, so that `zeros` serves both sums.
     zeros = x.new_zeros(count)
     counts = zeros.scatter_add(0, groups, torch.ones_like(x)).clamp(min=1)
     return counts, zeros.scatter_add(0, groups, x)

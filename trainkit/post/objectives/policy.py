@@ -110,6 +110,7 @@ def cispo(low: float = 1.0, high: float = 0.28) -> Surrogate:
     check_range("cispo", at_least=0, high=high)
 
     def surrogate(logprobs: Tensor, ratios: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        # Without a gradient: the ratio only weights the gradient of the log-probability.
         bounded = ratios.detach().clamp(1 - low, 1 + high)
         logprobs = logprobs.masked_fill(logprobs == -torch.inf, 0)  # excluded: 0 * -inf is NaN
         return -bounded * advantages * logprobs, bounded != ratios.detach()
@@ -147,6 +148,7 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
         >>> k3(torch.tensor([-1.0]), torch.tensor([-1.0]))
         tensor([0.])
     """
+    # expm1: near a difference of 0, exp(x) - 1 would lose all digits.
     difference = reference - logprobs
     return difference.expm1() - difference
 
@@ -312,6 +314,7 @@ def sequence_policy_gradient(
             columns["kl"] = added.kl(logprobs, get_column(_REFERENCE))
         if added.most_importance is not None:
             columns["importance"] = old - get_column("sampler_logprobs")
+        # One all-reduce for all columns, since the tokens of an answer may be on several ranks.
         answers = sum_documents(batch, columns, axis=axis, where="sequence_policy_gradient")
         # GSPO: exp of the mean log-ratio is the geometric mean of the tokens' ratios.
         losses, is_clipped = surrogate(
@@ -327,6 +330,7 @@ def sequence_policy_gradient(
         if added.kl is not None:
             values["kl"] = answers.means("kl")
             losses = losses + added.kl_weight * values["kl"]
+        # Every rank of the axis has the sums of an answer; the one where it starts counts it.
         terms = sum_with_counts({"policy": losses, **values}, answers.starts_here)
         total = torch.where(answers.starts_here, losses, 0).sum()
         return total, {name: terms[name] for name in loss.terms}
@@ -335,18 +339,24 @@ def sequence_policy_gradient(
 
 
 def _get_column(scores: TokenScores, columns: LabelColumns, name: str) -> Tensor:
+    # Weights are fp64; log-probabilities may be stored as fp16.
     return columns[name].to(scores.losses.dtype)
 
 
 def _apply_surrogate(
     surrogate: Surrogate, scores: TokenScores, columns: LabelColumns
 ) -> tuple[Tensor, Tensor]:
-    ratios = (-scores.losses - _get_column(scores, columns, "old_logprobs")).exp()
-    return surrogate(-scores.losses, ratios, _get_column(scores, columns, "advantages"))
+    # A loss is minus a log-probability; the ratio is pi(token) / pi_old(token).
+    logprobs = -scores.losses
+    ratios = (logprobs - _get_column(scores, columns, "old_logprobs")).exp()
+    return surrogate(logprobs, ratios, _get_column(scores, columns, "advantages"))
 
 
 def _estimate_kl(
-    estimator: Estimator, scores: TokenScores, columns: LabelColumns, other: str
+    estimator: Estimator,
+    scores: TokenScores,
+    columns: LabelColumns,
+    other: str,
 ) -> Tensor:
     """Return the divergence from the log-probabilities of a column; 0 for an excluded word."""
     is_excluded = scores.losses == torch.inf  # a log-probability of -inf
@@ -376,12 +386,16 @@ def _make_metrics(surrogate: Surrogate, added: PolicyOptions) -> dict[str, OfSco
     def truncated(scores: TokenScores, columns: LabelColumns) -> Tensor:
         old = _get_column(scores, columns, "old_logprobs")
         sampler = _get_column(scores, columns, "sampler_logprobs")
-        return (old - sampler > math.log(added.most_importance or 1.0)).to(scores.losses.dtype)
+        is_truncated = old - sampler > math.log(added.most_importance or 1.0)
+        return is_truncated.to(scores.losses.dtype)
 
     metrics: dict[str, OfScores] = {
         "clipped": lambda scores, columns: _apply_surrogate(surrogate, scores, columns)[1].double(),
         "old_kl": lambda scores, columns: _estimate_kl(
-            _estimate_old_kl, scores, columns, "old_logprobs"
+            _estimate_old_kl,
+            scores,
+            columns,
+            "old_logprobs",
         ),
         "ratio_beyond_2": ratio_beyond(2.0),
         "ratio_beyond_10": ratio_beyond(10.0),

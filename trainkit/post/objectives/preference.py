@@ -79,6 +79,7 @@ def dpo(
     def pair_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
         margin = beta * (chosen - rejected)  # of the rewards that DPO implies
         smooth = label_smoothing
+        # With probability `smooth` the rejected answer is the better one.
         return -(1 - smooth) * logsigmoid(margin) - smooth * logsigmoid(-margin)
 
     return _make_pair_loss(pair_loss, "sum", reference=not reference_free, scale=beta, axis=axis)
@@ -111,6 +112,7 @@ def ipo(beta: float = 0.1, *, axis: Axis = SOLO) -> NamedLoss:
     check_range("ipo", above=0, beta=beta)
 
     def pair_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+        # A target for the margin, where DPO would let it grow without bound.
         return (chosen - rejected - 1 / (2 * beta)).square()
 
     return _make_pair_loss(pair_loss, "mean", reference=True, scale=beta, axis=axis)
@@ -181,7 +183,9 @@ def orpo(weight: float = 0.1, *, axis: Axis = SOLO) -> NamedLoss:
         return means - torch.log(-torch.expm1(means))
 
     def pair_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
-        return -chosen - weight * logsigmoid(log_odds(chosen) - log_odds(rejected))
+        # `chosen` is the mean log-probability, so minus it is the cross entropy.
+        log_odds_ratio = log_odds(chosen) - log_odds(rejected)
+        return -chosen - weight * logsigmoid(log_odds_ratio)
 
     return _make_pair_loss(pair_loss, "mean", reference=False, scale=weight, axis=axis)
 
@@ -341,6 +345,7 @@ def _make_pair_loss(
     @declare_terms(*count_names(*names))
     def loss(output: Any, batch: Mapping[str, Any]) -> Terms:
         documents = _sum_scores("preference", output, batch, reference=reference, axis=axis)
+        # [B, N] by document id, N even; ids without a document have zeros and are in no count.
         scores = documents.means(_SCORES) if over_tokens == "mean" else documents.sums[_SCORES]
         chosen, rejected = _split_pairs(scores)
         # Documents 2j and 2j + 1 are a pair, so at most the last document of a row has none.

@@ -73,19 +73,23 @@ def sum_documents(
     rows = len(ids)
     size = ids.shape[1] * axis.count  # of the whole row, whose tokens this rank has a part of
     size += size % 2  # even, for pairs of documents
+    # Padding joins document 0, where the masks below make its values 0.
     first = size * torch.arange(rows, device=ids.device).unsqueeze(1)
     index = (first + ids.clamp(min=0)).flatten()
     dtype = next(iter(columns.values())).dtype
 
     def add(x: Tensor) -> Tensor:
         # One dimension: torch's deterministic mode then adds in the order of the tokens.
-        return x.new_zeros(rows * size).scatter_add(0, index, x.flatten()).view(rows, size)
+        zeros = x.new_zeros(rows * size)
+        return zeros.scatter_add(0, index, x.flatten()).view(rows, size)
 
     local_sums = [add(torch.where(mask, x, 0).to(dtype)) for x in columns.values()]
+    # A document starts where its positions do: on one rank, whatever the sharding.
     starts = add(((positions == 0) & (ids >= 0)).to(dtype))
     # One all-reduce for all sums. The gradient of a sum belongs to the tokens of every rank.
     stacked = torch.stack([*local_sums, add(mask.to(dtype)), starts])
-    *sums, tokens, exists = sum_grad(sum_forward(stacked, axis), axis).unbind()
+    summed = sum_grad(sum_forward(stacked, axis), axis)
+    *sums, tokens, exists = summed.unbind()
     return Documents(
         sums=dict(zip(columns, sums, strict=True)),
         tokens=tokens.detach(),

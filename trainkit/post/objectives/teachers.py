@@ -89,7 +89,8 @@ def distillation(
                 f"{hidden.shape[-1]}), a row for each word of the student, got "
                 f"{tuple(weight.shape)}: both need one vocabulary"
             )
-        make_logits = logits_maker(Factors(hidden.to(weight.dtype), weight, None, teacher.softcap))
+        teacher_factors = Factors(hidden.to(weight.dtype), weight, None, teacher.softcap)
+        make_logits = logits_maker(teacher_factors)
         buffers: list[Tensor] = []  # one for all chunks: the system clears fresh memory each time
 
         def compare(logits: Tensor, rows: slice, gradient: bool) -> Tensor:
@@ -107,7 +108,11 @@ def distillation(
         return compare
 
     return _make_loss(
-        "distillation", make_compare, temperature=temperature, weighted=weighted, chunk=chunk
+        "distillation",
+        make_compare,
+        temperature=temperature,
+        weighted=weighted,
+        chunk=chunk,
     )
 
 
@@ -154,7 +159,11 @@ def stored_distillation(
         return compare
 
     return _make_loss(
-        "stored_distillation", make_compare, temperature=temperature, weighted=weighted, chunk=chunk
+        "stored_distillation",
+        make_compare,
+        temperature=temperature,
+        weighted=weighted,
+        chunk=chunk,
     )
 
 
@@ -200,8 +209,10 @@ def likeliest(logprobs: Tensor, k: int, axis: Axis) -> tuple[Tensor, Tensor]:
     best, ids = logprobs.topk(min(k, logprobs.shape[-1]))
     # All ranks send equally many; -inf sorts the padding of small shards to the end.
     padding = 0, min(k, axis.largest) - best.shape[-1]
-    best = all_gather_replicated(nn.functional.pad(best, padding, value=-torch.inf), axis, dim=-1)
-    ids = all_gather_replicated(nn.functional.pad(ids + axis.first, padding), axis, dim=-1)
+    best = nn.functional.pad(best, padding, value=-torch.inf)
+    ids = nn.functional.pad(ids + axis.first, padding)
+    best = all_gather_replicated(best, axis, dim=-1)
+    ids = all_gather_replicated(ids, axis, dim=-1)
     best, order = best.topk(min(k, axis.total))
     return ids.gather(-1, order), best
 
@@ -257,7 +268,12 @@ def _scale_temperature_(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _compare_(
-    logits: Tensor, target: Tensor, beta: float, axis: Axis, *, scratch: Tensor
+    logits: Tensor,
+    target: Tensor,
+    beta: float,
+    axis: Axis,
+    *,
+    scratch: Tensor,
 ) -> Tensor:
     """Return the divergence of each token from log-probabilities of all words.
 
@@ -279,7 +295,8 @@ def _compare_(
         g = student - target
         values = mean = sum_words(q, g)
     else:  # the mixture m = beta p + (1 - beta) q: beta KL(p, m) + (1 - beta) KL(q, m)
-        mixed = (beta * p).add_(q, alpha=1 - beta).clamp_(min=torch.finfo(q.dtype).tiny).log_()
+        mixed = (beta * p).add_(q, alpha=1 - beta)
+        mixed = mixed.clamp_(min=torch.finfo(q.dtype).tiny).log_()
         g = student - mixed
         mean = sum_words(q, g)
         values = beta * sum_words(p, target - mixed) + (1 - beta) * mean
@@ -307,7 +324,8 @@ def _compare_top_(  # noqa: PLR0917 (two tensors of the teacher)
     largest = all_max(largest_logits(logits), axis).clamp(min=_LEAST)
     total = all_sum(logits.sub_(largest).exp_().sum(-1, keepdim=True), axis)
     # The k words, and one that stands for the rest: its logit is the logsumexp of all others.
-    scores = torch.cat([picked, (total.log() + largest).clamp(min=_LEAST)], dim=-1)
+    rest_score = (total.log() + largest).clamp(min=_LEAST)
+    scores = torch.cat([picked, rest_score], dim=-1)
     scores.requires_grad_(gradient)
     with torch.set_grad_enabled(gradient):
         student = scores
@@ -317,7 +335,8 @@ def _compare_top_(  # noqa: PLR0917 (two tensors of the teacher)
         else:
             # Stored log-probabilities are rounded, and may sum to more than 1.
             eps = torch.finfo(logprobs.dtype).eps
-            rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=eps).log()
+            rest = 1 - logprobs.exp().sum(-1, keepdim=True)
+            rest = rest.clamp(min=eps).log()
             teacher = torch.cat([logprobs, rest], dim=-1)
         values = _compute_divergence(student.log_softmax(-1), teacher.clamp(min=_LEAST), beta)
         total_divergence = values.sum()
@@ -325,7 +344,8 @@ def _compare_top_(  # noqa: PLR0917 (two tensors of the teacher)
         (d_scores,) = torch.autograd.grad(total_divergence, scores)
         # By the chain rule: `logits` holds exp(logit - largest), 0 at the k words, so that divided
         # by its sum it is the share of each other word in the gradient of the rest.
-        logits.mul_(d_scores[:, -1:] / total.clamp(min=torch.finfo(total.dtype).tiny))
+        smallest = torch.finfo(total.dtype).tiny
+        logits.mul_(d_scores[:, -1:] / total.clamp(min=smallest))
         add_to_own_(logits, index, d_scores[:, :-1] * own)
     return values.detach()
 
@@ -338,5 +358,8 @@ def _compute_divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor
         return (p * (teacher - student)).sum(-1)
     if beta == 1:
         return (q * (student - teacher)).sum(-1)
+    # As in `_compare_`, with the mixture m: beta KL(p, m) + (1 - beta) KL(q, m).
     mixed = (beta * p + (1 - beta) * q).clamp(min=torch.finfo(q.dtype).tiny).log()
-    return (beta * p * (teacher - mixed) + (1 - beta) * q * (student - mixed)).sum(-1)
+    from_teacher = beta * p * (teacher - mixed)
+    from_student = (1 - beta) * q * (student - mixed)
+    return (from_teacher + from_student).sum(-1)

@@ -46,6 +46,7 @@ def ink_on(colour: str) -> str:
         ('#111827', 'white')
     """
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    # The luma of ITU-R BT.601, out of 255.
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 95 else "white"
 
 

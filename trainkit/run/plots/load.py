@@ -92,20 +92,25 @@ def load_over_steps(lines: Iterable[Mapping[str, Any]], *, columns: int) -> Load
 
 def _make_figure(load: Loads, steps: tuple[int, int], *, title: str) -> Figure:
     layers, experts = load.shape[1:]
-    shown = np.unique(np.linspace(0, layers - 1, min(layers, _MAX_PANELS)).round().astype(int))
+    # Evenly spaced, with the first and the last layer.
+    spaced = np.linspace(0, layers - 1, min(layers, _MAX_PANELS))
+    shown = np.unique(spaced.round().astype(int))
     figure = drawing.new_figure(8, 1.2 + 1.3 * len(shown))
     panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     for axes, layer in zip(panels, shown, strict=True):
         image = axes.imshow(
             load[:, layer].T,
             cmap="RdBu_r",
+            # The mean, 1, is the white in the middle; loads above 2 all have the darkest red.
             vmin=0,
             vmax=2,
             aspect="auto",
             interpolation="none",
+            # Half a step around the first and the last; expert 0 is at the top.
             extent=(steps[0] - 0.5, steps[1] + 0.5, experts - 0.5, -0.5),
         )
         drawing.bare(axes)
+        # Columns of NaN are transparent and show this.
         axes.set_facecolor(drawing.PALE)
         axes.set_ylabel(f"expert layer {layer}", color=drawing.GREY, fontsize=9)
         axes.set_yticks(range(experts) if experts <= _MAX_TICKS else [0, experts // 2, experts - 1])

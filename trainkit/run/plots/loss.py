@@ -53,6 +53,7 @@ def plot_loss(metrics_path: str | Path, image_path: str | Path) -> Path:
         raise DataError(
             f"plot_loss: {metrics_path} has no step with a finite loss", where=str(metrics_path)
         )
+    # Of several evaluations at a step the last counts.
     held_out = {
         line["step"]: line["eval/loss"] for line in lines if line.get("eval/loss") is not None
     }
@@ -70,6 +71,7 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
         >>> smooth([8.0, 3.0, 1.0, 2.0], window=3)
         [8.0, 4.0, 2.0, 1.5]
     """
+    # sums[i] is the sum of the first i values, so each window's sum is one difference.
     sums = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))
     half = np.minimum(window // 2, index)
@@ -86,16 +88,20 @@ def _make_figure(
     title = _plot_losses(top, steps, held_out)
     rates = [(line["step"], line["lr"]) for line in steps if line.get("lr") is not None]
     if rates:
+        # A line through one point would not be seen.
         marker = "o" if len(rates) == 1 else None
         bottom.plot(*zip(*rates, strict=True), marker=marker, color=drawing.GREY, linewidth=1.5)
     bottom.set_ylabel("learning rate", color=drawing.GREY, fontsize=9)
-    bottom.set_ylim(0, 1.15 * max((rate for _, rate in rates), default=0.0) or 1.0)
+    # 1.0 if there is no rate above 0: matplotlib warns of an empty range.
+    highest = max((rate for _, rate in rates), default=0.0)
+    bottom.set_ylim(0, 1.15 * highest or 1.0)
     for axes in (top, bottom):
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(drawing.GREY)
         axes.tick_params(colors=drawing.GREY, labelsize=9)
         axes.grid(axis="y", color=drawing.PALE, linewidth=0.8)
         axes.set_axisbelow(True)
+    # At least two steps wide, for a run of one.
     bottom.set_xlim(0, max(2, 1.02 * steps[-1]["step"]))
     bottom.locator_params(axis="x", integer=True)
     bottom.xaxis.set_major_formatter("{x:,.0f}")
@@ -132,6 +138,7 @@ def _plot_losses(axes: Axes, steps: list[dict[str, Any]], held_out: dict[int, fl
             label="held out",
         )
         title += f", held out {losses[-1]:.3f}"
+    # Preference and policy training count pairs or answers in place of tokens.
     unit = next((f"per {x}" for x in ("pair", "answer") if f"{x}s" in steps[-1]), "nats per token")
     axes.set_ylabel(f"loss ({unit})", color=drawing.GREY)
     axes.legend(frameon=False, fontsize=9, labelcolor=drawing.GREY)

@@ -108,6 +108,7 @@ def progress_text(values: Mapping[str, Any], *, seconds_left: float) -> str:
     if values.get("overflowed"):
         norm = f"overflow: skipped, scale now {values['loss_scale'] / 2:g}"
     speed = _format_thousands(values.get("tokens_per_second"))
+    # Rounded, because str(timedelta) would show microseconds.
     left = timedelta(seconds=round(max(0.0, seconds_left)))
     mfu = f"  mfu {values['mfu']:.1%}" if "mfu" in values else ""
     load = f"  load {values['load_over_mean']:.2f}" if "load_over_mean" in values else ""

@@ -84,7 +84,8 @@ def isolate_sinks(
 
     def write(step: int, values: Mapping[str, Any]) -> None:
         # A copy, since the caller may change its dict before the sink's thread reads it.
-        line, now = (step, copy(values)), time.monotonic()
+        line = (step, copy(values))
+        now = time.monotonic()
         for sink in sinks:
             report(sink)
             if not (waiting := sink.lines.qsize()):
@@ -109,6 +110,7 @@ def _start(name: str, make: Make) -> _IsolatedSink:
     def run() -> None:
         try:
             with contextlib.suppress(_RunFailed), make() as sink:
+                # Until the boolean that `_close` sends.
                 while isinstance(line := lines.get(), tuple):
                     sink(*line)
                 if line:
@@ -117,6 +119,7 @@ def _start(name: str, make: Make) -> _IsolatedSink:
             text = " ".join(str(error).split())
             problems.put(f"is off: {redacted(f'{type(error).__name__}: {text}', os.environ)}")
 
+    # A daemon, because a sink that hangs must not keep the process from ending.
     thread = threading.Thread(target=run, name=f"sink {name}", daemon=True)
     thread.start()
     return _IsolatedSink(name, thread, lines, problems)
@@ -127,6 +130,7 @@ def _close(
 ) -> None:
     """Close all sinks at the same time, and abandon those that have not ended in time."""
     deadline = time.monotonic() + patience
+    # To all before any is waited for: they share the patience.
     for sink in sinks:
         sink.lines.put(failed)
     for sink in sinks:
@@ -144,6 +148,7 @@ def redacted(text: str, environ: Mapping[str, str]) -> str:
         '401 for <WANDB_API_KEY>'
     """
     for name, value in environ.items():
+        # Shorter values occur in ordinary words.
         if len(value) >= 8 and re.search(r"KEY|TOKEN|SECRET|PASSW", name.upper()):
             text = text.replace(value, f"<{name}>")
     return text

@@ -221,6 +221,7 @@ def rewind_jsonl(path: str | Path, step: int) -> Rewound:
     with convert_disk_errors(path, by="rewind_jsonl"):
         text = path.read_bytes()
         repaired = repair_jsonl(text, step)
+        # Truncating needs no room, which a full disk does not have.
         if text.startswith(repaired):
             _truncate(path, len(repaired))
         else:
@@ -358,6 +359,7 @@ def _open_appender(path: Path, log: Log | None) -> Iterator[Callable[[Mapping[st
     with convert_disk_errors(path, by="sinks"):
         is_new = not path.exists()
         file = _open(path)
+        # Without it a power cut may lose the name of a file whose lines are on the disk.
         if is_new:
             fsync_folder(path.parent)
     put, finish = _make_writer(file, path, report)
@@ -371,6 +373,7 @@ def _open_appender(path: Path, log: Log | None) -> Iterator[Callable[[Mapping[st
 
 
 def _open(path: Path) -> int:
+    # With O_APPEND lines follow the end of a file that somebody has truncated meanwhile.
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
@@ -426,10 +429,12 @@ def _make_writer(
 
 def _recreate_if_removed(file: int, path: Path, report: Report) -> None:
     """Let the descriptor of a file that was removed, or whose folder was, refer to a new file."""
+    # A file that is open has no name left once it is removed.
     if os.fstat(file).st_nlink:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     new = _open(path)
+    # The number stays, so that the writer goes on unchanged.
     os.dup2(new, file, inheritable=False)
     os.close(new)
     report(
@@ -443,6 +448,7 @@ def _recreate_if_removed(file: int, path: Path, report: Report) -> None:
 
 def _format_line(line: Mapping[str, Any], name: str, report: Report) -> bytes:
     """Return a line of strict JSON; a value that is not plain becomes its type's name."""
+    # Nearly all lines are plain, so the slow conversion below runs only after a failure.
     with contextlib.suppress(TypeError):
         return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
     odd: dict[str, str] = {}
@@ -465,6 +471,7 @@ def _to_plain(value: Any, name: str, odd: dict[str, str]) -> Any:
             pass
         case str() as text:
             plain = _to_text(text)
+        # orjson takes int64 and uint64.
         case int() as number if not -(1 << 63) <= number < 1 << 64:
             plain = hex(number)
         case int() | float() as number:

@@ -100,9 +100,12 @@ def open_run_sinks(
                 warn(f"metrics.jsonl has no line for {rewound.missing} of the steps up to {step}")
             with (
                 open_jsonl(run_dir / "metrics.jsonl", step=step, log=warn) as lines,
+                # The console is separate, so that a sink that hangs does not use up its time to
+                # close.
                 isolate_sinks(bar, log=warn, patience=patience) as progress,
                 isolate_sinks(makers, log=warn, patience=patience) as others,
             ):
+                # The file comes before what only shows the step.
                 record = tee(count, lines, progress, _add_prefix(others))
                 yield record, _send_evaluations(event, others)
 
@@ -122,6 +125,7 @@ def _send_evaluations(event: WriteEvent, sink: Sink) -> WriteEvent:
         if name == "evaluation" and "step" in facts:
             step = facts.pop("step")
             results = {f"eval/{key}": value for key, value in facts.items()}
+            # A number of tokens is no curve; it is the same at every evaluation.
             sink(step, {key: value for key, value in results.items() if key != "eval/tokens"})
             facts = {"step": step, **results}
         event(name, **facts)

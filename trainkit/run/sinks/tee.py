@@ -21,6 +21,7 @@ def tee(*sinks: Sink) -> Sink:
     """
 
     def write(step: int, values: Mapping[str, Any]) -> None:
+        # A sink that raises stops those after it; one from `isolate_sinks` never does.
         for sink in sinks:
             sink(step, values)
 

@@ -48,6 +48,7 @@ def open_tensorboard(path: str | Path, *, step: int = 0) -> Iterator[Sink]:
         def write(step: int, values: Mapping[str, Any]) -> None:
             nonlocal writer, last_step, last_values
             numbers = scalars(values)
+            # An evaluation adds names to its step; anything else up to the last step repeats it.
             adds = step == last_step and is_more(last_values, numbers)
             if step <= last_step and not adds:
                 writer = open_writer(step)  # hides what was written from this step on

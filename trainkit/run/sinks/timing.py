@@ -17,7 +17,7 @@ class Goodput:
     `productive` is the seconds of the steps that count in the end, `wall` the seconds in which a
     process of the run was alive, `share` their ratio (0 without any). `down` is the seconds between
     the end of one process and the start of the next; no other field contains it. `repeated` counts
-    repeated steps, `starts` the processes, `open_saver` the checkpoints, `blocked` the seconds that
+    repeated steps, `starts` the processes, `saves` the checkpoints, `blocked` the seconds that
     training waited for them.
     """
 
@@ -75,6 +75,7 @@ def measure_goodput(
         lives.append((start, min(next_start, max(last_event, start + worked))))
     wall = math.fsum(end - begin for begin, end in lives)
     return Goodput(
+        # Steps are timed by another clock than events, so the ratio may be a little above 1.
         share=min(1.0, productive / wall) if wall > 0 else 0.0,
         productive=productive,
         wall=wall,

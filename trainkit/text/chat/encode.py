@@ -135,6 +135,7 @@ def encode_chat(
         counts["conversations"] += 1
         counts["answers"] += len(chosen)
         counts["hidden_answers"] += _count_hidden(normalized, chosen, segments, template, tools)
+        # A conversation that is dropped is not truncated as well.
         counts["truncated"] += 0 < length < len(tokens)
         counts["dropped"] += length == 0
         counts["turns_lost"] += num_lost
@@ -424,7 +425,8 @@ def split_by_mask(sample: Sample, tokenizer: Tokenizer) -> list[tuple[bool, str]
         ... )
         [(False, 'h'), (True, 'i')]
     """
-    pairs = zip(sample.loss_mask.astype(bool).tolist(), sample.tokens.tolist(), strict=True)
+    mask = sample.loss_mask.astype(bool)
+    pairs = zip(mask.tolist(), sample.tokens.tolist(), strict=True)
     runs = itertools.groupby(pairs, key=lambda pair: pair[0])
     return [(trained, _decode_visibly(tokenizer, [i for _, i in run])) for trained, run in runs]
 
@@ -484,6 +486,7 @@ def _count_hidden(
     They are those whose last word, or names of calls, are not in their turn, if the template
     renders the same text without them.
     """
+    # The messages without what seems hidden: they must render to the same text.
     changed = [*messages]
     hidden = 0
     bodies: dict[int, str] = {}

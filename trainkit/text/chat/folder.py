@@ -199,6 +199,7 @@ def read_template(
     tokenizer = open_hf_tokenizer(path)
     tokens = _read_special_texts(path)
     sources = read_template_sources(path)
+    # A name that does not exist has None as its source, which is rejected below.
     selected = sources if name is None else {name: sources.get(name)}
     if not sources or None in selected.values():
         missing = f"no chat template {name!r}" if sources else "no chat template"
@@ -279,7 +280,8 @@ def _make_template(
         source, bos_token=bos_token, eos_token=eos_token, stop=MARKER, variables=variables
     )
     try:
-        after = "".join(segment.text for segment in render(probe)).rpartition(MARKER)[2].lstrip()
+        rendered = "".join(segment.text for segment in render(probe))
+        after = rendered.rpartition(MARKER)[2].lstrip()
     except DataError:  # the template rejects the conversation of the test
         after = ""
     # The longest of them: a token may begin with another one.
@@ -338,10 +340,12 @@ def read_template_sources(path: Path) -> dict[str, Any]:
         setting = read_json_object(path / "chat_template.json").get("chat_template")
     if sources or setting is None:
         return sources
+    # The setting is one text, or a list of texts with names.
     rows = setting if isinstance(setting, list) else [{"name": "default", "template": setting}]
     valid = [row for row in rows if isinstance(row, dict)]
     sources = {str(row.get("name")): row.get("template") for row in valid}
-    if len(valid) != len(rows) or not all(isinstance(text, str) for text in sources.values()):
+    are_texts = all(isinstance(text, str) for text in sources.values())
+    if len(valid) != len(rows) or not are_texts:
         raise DataError(
             f"read_template: {path}: chat_template must be a text, or a list of named ones",
             where=path,

@@ -83,13 +83,14 @@ def make_jinja_template(
     stops = stop or eos_token
     if not stops:
         raise ValueError("make_jinja_template: give what ends a turn, by eos_token= or stop=")
+    # The longest first: a stop token may begin with another one.
+    stops = [stops] if isinstance(stops, str) else sorted(stops, key=len, reverse=True)
     # Errors in the source are raised now, not at the first conversation.
     compile_template(text)
     return partial(
         _render_segments,
         source=text,
-        # The longest first: a stop token may begin with another one.
-        stops=(stops,) if isinstance(stops, str) else tuple(sorted(stops, key=len, reverse=True)),
+        stops=tuple(stops),
         # The caller's variables last: they may replace the special tokens.
         variables={"bos_token": bos_token, "eos_token": eos_token, **(variables or {})},
     )
@@ -108,6 +109,7 @@ def _render_segments(
     normalized = _rename_reasoning(normalize_messages(messages), reasoning_name)
     render = partial(_render, source, tools=tools, variables=variables)
     text = render(normalized)
+    # The generation prompt is what the flag adds at the end.
     prompted = render(normalized, add_generation_prompt=True)
     # A template may ignore the flag, or change the text before the prompt.
     prompt = prompted[len(text) :] if prompted.startswith(text) else ""
@@ -212,12 +214,14 @@ def _find_marked_spans(text: str, messages: list[dict[str, Any]], render: Render
         frozenset(map(int, re.findall(f"{MARKER}(\\d+);", piece.text))) for piece in labeled_pieces
     ]
     scoped = [_filter_owners(piece, answers) for piece in labeled_pieces]
+    # A scope is wrong if it holds a single answer, and the piece shows words of another.
     is_scope_right = all(
         words <= owners for owners, words in zip(scoped, shown, strict=True) if len(owners) == 1
     )
     spans = Spans()
     for j, piece in enumerate(pieces):
         owners = _filter_owners(piece, answers) if is_scope_right else frozenset[int]()
+        # Labeled words name the answer, unless the labels have changed the number of pieces.
         if len(owners) != 1 and len(shown) == len(pieces):
             owners = shown[j]
         if len(owners) != 1:
@@ -246,11 +250,13 @@ def _parse_marks(marked: str) -> tuple[str, list[_Piece]]:
     pieces: list[_Piece] = []
     text = ""
     position = 0
+    # Of nested marks the outer ones do not match: they stay in the text, and the caller rejects it.
     for match in re.finditer(pattern, marked):
         text += marked[position : match.start()]
         owners = frozenset(map(int, filter(None, match[1].split(","))))
-        pieces.append(_Piece(len(text), len(text) + len(match[2]), match[2], owners))
-        text += match[2]
+        generated = match[2]
+        pieces.append(_Piece(len(text), len(text) + len(generated), generated, owners))
+        text += generated
         position = match.end()
     return text + marked[position:], pieces
 
@@ -300,12 +306,13 @@ class _SpanFinder:
             is_end_known = span is not None
             if span is None:
                 continue
-            if span[0] < end and self.messages[spans[-1][0]]["role"] in ("system", "developer"):
+            if span[0] < end:
+                role_before = self.messages[spans[-1][0]]["role"]
+                if role_before not in ("system", "developer"):
+                    raise DataError(
+                        f"make_jinja_template: message {i} is shown before the one before it"
+                    )
                 spans.pop()  # the template shows it in a later turn, as Llama 2 does
-            elif span[0] < end:
-                raise DataError(
-                    f"make_jinja_template: message {i} is shown before the one before it"
-                )
             spans.append((i, span))
             end = span[1]
         return spans
@@ -376,6 +383,8 @@ class _SpanFinder:
         except DataError:  # a template may require calls before answers, for instance
             return None
         before, _, after = marked.partition(MARKER)
+        # With several markers the content is shown more than once, and none of the places is the
+        # body.
         return (before, after) if marked.count(MARKER) == 1 else None
 
 
@@ -393,8 +402,10 @@ def _find_answer_start(text: str, header: str, prompt: str | None, start: int) -
         after_prompt = position + len(prompt) if position >= 0 else None
     elif prompt is not None and len(header.rstrip(" ")) <= common:
         after_prompt = max(len(header.rstrip(" ")), min(start, len(header)))
+    # The header of the probe is another one: only the prompt shows where the answer begins.
     if common < len(header):
         return after_prompt
+    # Between prompt and content blanks are the model's; anything else is a part of the header.
     return common if after_prompt is None or text[after_prompt:common].strip(" ") else after_prompt
 
 

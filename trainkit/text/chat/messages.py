@@ -131,6 +131,7 @@ def _join_content(i: int, message: Message, content: Any) -> str:
             raise wrong_message(
                 i, message, f"has a part of content that is no text: {abbreviate(part)}"
             )
+    # Without anything between them: parts are pieces of one text.
     return "".join(part["text"] for part in content)
 
 

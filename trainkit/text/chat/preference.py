@@ -127,6 +127,7 @@ def flatten_pairs(pairs: Iterable[tuple[Sample, Sample]]) -> Iterator[Sample]:
         [0, 1]
     """
     for i, pair in enumerate(pairs):
+        # A document without tokens gets no piece, and the pieces after it would pair up wrongly.
         if len(pair) != 2 or not all(len(half.tokens) for half in pair):
             sizes = [len(half.tokens) for half in pair]
             raise DataError(
@@ -204,6 +205,7 @@ def pack_pairs(
     check_choice(("error", "drop"), "pack_pairs", overlong=overlong)
     halves = _check_pairs(lengths)
     check_range("pack_pairs", at_least=1, multiple_of=multiple_of)
+    # Each half is aligned separately, so these are the tokens that a pair takes in a row.
     pairs = (-(-halves // multiple_of) * multiple_of).sum(axis=1)
     if overlong == "error" and pairs.max(initial=0) > capacity:
         longest = int(pairs.argmax())
@@ -226,6 +228,7 @@ def pack_pairs(
     documents = (2 * bins.documents[:, None] + np.arange(2)).ravel()
     return attrs.evolve(
         bins,
+        # Two pieces for each pair; none is split, so both halves start at their token 0.
         offsets=2 * bins.offsets,
         documents=documents,
         starts=np.zeros_like(documents),
@@ -311,6 +314,7 @@ def _add_prompt(
     # A half that begins with an answer has no prompt of its own.
     if messages[0]["role"] == "assistant" and messages[: len(prompt)] != prompt:
         return prompt + messages
+    # Otherwise the half repeats the prompt, message for message.
     for i, message in enumerate(prompt):
         if i >= len(messages) or messages[i] != message:
             actual = messages[i] if i < len(messages) else "nothing"
@@ -342,6 +346,7 @@ def _check_prompts(
         )
         texts.append("".join(segment.text for segment in segments[:first]))
     if texts[0] != texts[1]:
+        # One text may be the beginning of the other.
         index = next(k for k, (a, b) in enumerate(zip_longest(*texts)) if a != b)
         chosen, rejected = (text[index : index + 30] for text in texts)
         raise DataError(

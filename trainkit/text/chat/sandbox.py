@@ -18,7 +18,7 @@ from typing import Any
 from trainkit.text.chat.messages import REASONING
 from trainkit.types import needs_extra
 
-_MOST = 1 << 26
+_MAX_COST = 1 << 26
 """The budget of a rendering: 1 for each character, `_STEP` for a loop iteration or a call."""
 _STEP = 16
 _NO_FILTERS = ("random", "wordwrap")
@@ -39,8 +39,8 @@ class _Budget(threading.local):
         import jinja2  # noqa: PLC0415  (an extra)
 
         self.spent += cost
-        if self.spent > _MOST:
-            raise jinja2.TemplateError(f"it makes more than {_MOST} letters, or never ends")
+        if self.spent > _MAX_COST:
+            raise jinja2.TemplateError(f"it makes more than {_MAX_COST} letters, or never ends")
 
     def charge_value(self, value: Any) -> Any:
         """Charge the characters or items of a value, and return it."""
@@ -155,6 +155,7 @@ def _make_environment(*, spans: bool) -> Any:
             sizes = [len(x) if isinstance(x, Sized) else x for x in (left, right)]
             if operator == "**":
                 _raise_template_error("it asks for a power")
+            # A text or a list times a number; two numbers are their own sizes.
             if operator == "*" and sizes != [left, right]:
                 BUDGET.spend(abs(int(sizes[0] * sizes[1])))
             if operator == "%" and isinstance(left, str):
@@ -162,6 +163,8 @@ def _make_environment(*, spans: bool) -> Any:
             return BUDGET.charge_value(super().call_binop(context, operator, left, right))
 
         def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+            # Jinja's sandbox wraps `str.format`; the method inside is bound to the text that it
+            # formats.
             method = getattr(obj, "__wrapped__", obj)
             owner = getattr(method, "__self__", None)
             BUDGET.charge_call(getattr(method, "__name__", ""), (owner, *args, *kwargs.values()))
@@ -187,6 +190,7 @@ def _make_environment(*, spans: bool) -> Any:
     filters["_charge"] = jinja2.pass_context(_charge)
     filters["_join"] = _join
     environment.filters = filters
+    # `lipsum` makes random text of any length.
     del environment.globals["lipsum"]
     names: dict[str, Any] = environment.globals
     names.update(raise_exception=_raise_template_error, strftime_now=_format_now)
@@ -201,6 +205,7 @@ def _mark_generated(context: Any, text: str, scopes: Sequence[Sequence[Any]]) ->
     messages = context.parent["messages"]
     BUDGET.spend(_STEP + len(messages))
     index = {id(message): i for i, message in enumerate(messages)}
+    # The innermost scope first.
     by_scope = [{index[id(x)] for x in scope if id(x) in index} for scope in reversed(scopes)]
     answers = ({i for i in scope if messages[i]["role"] == "assistant"} for scope in by_scope)
     owners = next(filter(None, answers), set[int]().union(*by_scope))
@@ -273,6 +278,7 @@ def _insert_charges(tree: Any, nodes: Any) -> Any:
             return nodes.Filter(nodes.List(node.nodes), "_join", [], [], None, None)
 
     charged = Transformer().visit(tree)
+    # The new nodes lack a line and an environment, which the compiler needs.
     charged.set_lineno(1)
     charged.set_environment(tree.environment)
     return charged
@@ -285,6 +291,7 @@ def _raise_template_error(message: str) -> None:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    # Charged before it is made: an indent may put that many blanks before each item.
     text = json.dumps(value, ensure_ascii=ensure_ascii)
     BUDGET.spend(len(text) * (1 + int(options.get("indent") or 0)))
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)

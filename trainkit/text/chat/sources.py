@@ -48,9 +48,10 @@ _QWEN3 = r"""{%- if tools %}
 {%- endif %}
 {%- set query = namespace(last=messages | length - 1) %}
 {%- for message in messages %}
-    {%- set answers = message.content is string and message.content.startswith('<tool_response>')
-        and message.content.endswith('</tool_response>') %}
-    {%- if message.role == 'user' and not answers %}
+    {%- set content = message.content %}
+    {%- set is_response = content is string and content.startswith('<tool_response>')
+        and content.endswith('</tool_response>') %}
+    {%- if message.role == 'user' and not is_response %}
         {%- set query.last = loop.index0 %}
     {%- endif %}
 {%- endfor %}
@@ -58,26 +59,27 @@ _QWEN3 = r"""{%- if tools %}
     {%- if message.role == 'user' or (message.role == 'system' and not (loop.first and tools)) %}
         {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
     {%- elif message.role == 'assistant' %}
-        {%- set said = namespace(words=message.content or '', thoughts='') %}
+        {%- set answer = namespace(content=message.content or '', thoughts='') %}
         {%- if message.reasoning_content is string %}
-            {%- set said.thoughts = message.reasoning_content %}
-        {%- elif '</think>' in said.words %}
-            {%- set before = said.words.split('</think>')[0].rstrip('\n') %}
-            {%- set said.thoughts = before.split('<think>')[-1].lstrip('\n') %}
-            {%- set said.words = said.words.split('</think>')[-1].lstrip('\n') %}
+            {%- set answer.thoughts = message.reasoning_content %}
+        {%- elif '</think>' in answer.content %}
+            {%- set before = answer.content.split('</think>')[0].rstrip('\n') %}
+            {%- set answer.thoughts = before.split('<think>')[-1].lstrip('\n') %}
+            {%- set answer.content = answer.content.split('</think>')[-1].lstrip('\n') %}
         {%- endif %}
         {{- '<|im_start|>assistant\n' }}
-        {%- if loop.index0 > query.last and (loop.last or said.thoughts) %}
-            {{- '<think>\n' + said.thoughts.strip('\n') + '\n</think>\n\n' }}
-            {{- said.words.lstrip('\n') }}
+        {%- if loop.index0 > query.last and (loop.last or answer.thoughts) %}
+            {{- '<think>\n' + answer.thoughts.strip('\n') + '\n</think>\n\n' }}
+            {{- answer.content.lstrip('\n') }}
         {%- else %}
-            {{- said.words }}
+            {{- answer.content }}
         {%- endif %}
         {%- for call in message.tool_calls or [] %}
-            {%- set wanted = call.function or call %}
-            {{- '\n' if said.words or not loop.first else '' }}
-            {{- '<tool_call>\n{"name": "' + wanted.name + '", "arguments": ' }}
-            {{- wanted.arguments if wanted.arguments is string else wanted.arguments | tojson }}
+            {%- set function = call.function or call %}
+            {{- '\n' if answer.content or not loop.first else '' }}
+            {{- '<tool_call>\n{"name": "' + function.name + '", "arguments": ' }}
+            {%- set arguments = function.arguments %}
+            {{- arguments if arguments is string else arguments | tojson }}
             {{- '}\n</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>\n' }}
@@ -101,9 +103,9 @@ _QWEN3 = r"""{%- if tools %}
 _LLAMA3 = r"""{%- set first = 1 if messages[0].role == 'system' else 0 %}
 {%- set has_tools = tools is defined and tools is not none %}
 {%- set in_user = has_tools and (tools_in_user_message is not defined or tools_in_user_message) %}
-{%- set listed = namespace(tools='') %}
+{%- set schemas = namespace(text='') %}
 {%- for tool in tools or [] %}
-    {%- set listed.tools = listed.tools + (tool | tojson(indent=4)) + '\n\n' %}
+    {%- set schemas.text = schemas.text + (tool | tojson(indent=4)) + '\n\n' %}
 {%- endfor %}
 {%- if in_user and (messages[first] is not defined or messages[first].role != 'user') %}
     {{- raise_exception('the tools stand in the first turn of the user, which is missing') }}
@@ -115,7 +117,7 @@ _LLAMA3 = r"""{%- set first = 1 if messages[0].role == 'system' else 0 %}
 {{- 'Cutting Knowledge Date: December 2023\nToday Date: ' }}
 {{- (date_string if date_string is defined else '26 Jul 2024') + '\n\n' }}
 {%- if has_tools and not in_user %}
-    {{- IN_SYSTEM + listed.tools }}
+    {{- IN_SYSTEM + schemas.text }}
 {%- endif %}
 {%- if first %}
     {{- messages[0].content | trim }}
@@ -125,7 +127,7 @@ _LLAMA3 = r"""{%- set first = 1 if messages[0].role == 'system' else 0 %}
     {%- set role = 'ipython' if message.role == 'tool' else message.role %}
     {{- '<|start_header_id|>' + role + '<|end_header_id|>\n\n' }}
     {%- if loop.first and in_user %}
-        {{- IN_USER + listed.tools }}
+        {{- IN_USER + schemas.text }}
     {%- endif %}
     {%- if message.role == 'tool' %}
         {{- message.content | tojson }}
@@ -133,9 +135,9 @@ _LLAMA3 = r"""{%- set first = 1 if messages[0].role == 'system' else 0 %}
         {%- if message.tool_calls | length != 1 %}
             {{- raise_exception('Llama 3 makes one call at a time') }}
         {%- endif %}
-        {%- set wanted = message.tool_calls[0].function or message.tool_calls[0] %}
-        {{- '{"name": "' + wanted.name + '", "parameters": ' }}
-        {{- wanted.arguments | tojson }}
+        {%- set function = message.tool_calls[0].function or message.tool_calls[0] %}
+        {{- '{"name": "' + function.name + '", "parameters": ' }}
+        {{- function.arguments | tojson }}
         {{- '}' }}
     {%- else %}
         {{- message.content | trim }}

@@ -85,19 +85,22 @@ def tokenize(
     """Return the tokens of the segments, and the first character and the end of each token."""
     encode = getattr(tokenizer, "encode_with_offsets", None)
     if encode is not None:
+        # All in one text, as in generation: a token may then cross from one segment to the next.
         ids, offsets = encode("".join(segment.text for segment in segments))
         positions = np.asarray(offsets, np.int64).reshape(-1, 2)
         # Some tokenizers leave blanks out of a token's range: they belong to the token after them.
         ends = np.maximum.accumulate(positions[:, 1])
         if len(ids) == 0:
             return np.asarray(ids, np.int64), ends, ends
-        starts = np.minimum(positions[:, 0], np.concatenate([[0], ends[:-1]]))
+        previous_ends = np.concatenate([[0], ends[:-1]])
+        starts = np.minimum(positions[:, 0], previous_ends)
         return np.asarray(ids, np.int64), starts, ends
     # Segment by segment: without offsets, this is the only way to know the tokens of a turn.
     parts = [np.asarray(tokenizer.encode(segment.text), np.int64) for segment in segments]
     # All tokens of a segment have its range: they are in the loss together, or not at all.
     counts = [len(part) for part in parts]
-    edges = np.cumsum([0, *(len(segment.text) for segment in segments)], dtype=np.int64)
+    lengths = [len(segment.text) for segment in segments]
+    edges = np.cumsum([0, *lengths], dtype=np.int64)
     tokens = np.concatenate([np.array([], np.int64), *parts])
     return tokens, np.repeat(edges[:-1], counts), np.repeat(edges[1:], counts)
 

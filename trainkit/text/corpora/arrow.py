@@ -1,4 +1,4 @@
-"""Parquet and Arrow files as records: one a row. Needs pyarrow."""
+"""Parquet and Arrow files as records: one per row. Needs pyarrow."""
 
 from __future__ import annotations
 

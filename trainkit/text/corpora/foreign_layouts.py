@@ -98,7 +98,8 @@ def read_raw_layout(path: Path, sidecar: Sidecar) -> FileLayout:
             got=size,
         )
     count = size // dtype.itemsize
-    return FileLayout(path, dtype, 0, count, *_read_sidecar_offsets(path, sidecar, count))
+    offsets, sources = _read_sidecar_offsets(path, sidecar, count)
+    return FileLayout(path, dtype, 0, count, offsets, sources)
 
 
 def read_npy_layout(path: Path, sidecar: Sidecar) -> FileLayout:
@@ -116,7 +117,8 @@ def read_npy_layout(path: Path, sidecar: Sidecar) -> FileLayout:
             got=dtype.name,
             want=sidecar.dtype,
         )
-    return FileLayout(path, dtype, start, count, *_read_sidecar_offsets(path, sidecar, count))
+    offsets, sources = _read_sidecar_offsets(path, sidecar, count)
+    return FileLayout(path, dtype, start, count, offsets, sources)
 
 
 def _read_npy_header(path: Path) -> tuple[np.dtype[Any], int, int]:
@@ -174,9 +176,12 @@ def read_megatron_layout(path: Path) -> FileLayout:
                 f"{index}: dtype code {code} is no dtype of tokens", where=index, got=code
             )
         size = os.fstat(file.fileno()).st_size
+        # The header; for each sequence its length (int32) and its pointer (int64); for each
+        # document the sequence at which it ends (int64).
         expected_size = 34 + 12 * num_sequences + 8 * num_documents
         if size != expected_size:
             raise wrong_size(index, size, expected_size)
+        # Read in one piece: the hash covers all of it, and 12 bytes for each sequence are few.
         file.seek(0)
         data = file.read()
     dtype = np.dtype(MEGATRON_DTYPES[code])

@@ -104,6 +104,7 @@ class TokenFormat:
     companions: tuple[str, ...] = ()
 
 
+# The suffix alone decides on the format: nothing is guessed from the content.
 RECORD_FORMATS: dict[str, RecordFormat] = {
     ".jsonl": RecordFormat(
         read_json_lines,
@@ -131,6 +132,7 @@ RECORD_FORMATS: dict[str, RecordFormat] = {
 TOKEN_FORMATS: dict[str, TokenFormat] = {
     # `prepare` writes the tokenizer that it trained next to the token file.
     SUFFIX: TokenFormat(open_part, companions=(".tokenizer.json",)),
+    # Offsets of documents are .npy files too; `select_npy` leaves them out.
     ".npy": TokenFormat(open_foreign, select=select_npy, companions=(".npy.json",)),
     # The two rows share .bin files: one with an index is Megatron's, the others are raw.
     ".idx": TokenFormat(open_foreign, select=select_megatron),

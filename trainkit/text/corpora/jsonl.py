@@ -1,4 +1,4 @@
-"""JSON lines as records: one object a line."""
+"""JSON lines as records: one object per line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read_json_lines(
         DiskError: The disk fails.
     """
     del columns
-    for number, (_, line) in enumerate(read_results(path, start, end), start=1):
+    for number, (_, line) in enumerate(_read_lines(path, start, end), start=1):
         if not line.strip() or (keep is not None and not keep(number)):
             continue
         try:
@@ -58,7 +58,7 @@ def read_json_lines(
 def _describe_line(path: Path, start: int, number: int) -> str:
     """Return "file: line N" for line `number` of the range from `start` on, for a message."""
     # The lines before a range are counted only for an error: it may begin late in a large file.
-    lines_before = sum(1 for _ in read_results(path, 0, start)) if start else 0
+    lines_before = sum(1 for _ in _read_lines(path, 0, start)) if start else 0
     return f"{path}: line {lines_before + number}"
 
 
@@ -70,7 +70,7 @@ def split_json_lines(path: Path, min_bytes: int) -> Iterator[tuple[int, int, int
     while start < size:
         # Search from the byte before the boundary: one that is the end of a line stays there.
         last = min(start + min_bytes, size) - 1
-        end = min(last + len(next(read_results(path, last))[1]) + 1, size)
+        end = min(last + len(next(_read_lines(path, last))[1]) + 1, size)
         yield start, end, end - start
         start = end
 
@@ -79,13 +79,13 @@ def locate_json_line(path: Path, start: int, index: int) -> int:
     """Return the line number, from 1, of record `index` of the range that begins at `start`."""
     numbers = (
         number
-        for number, (position, line) in enumerate(read_results(path), start=1)
+        for number, (position, line) in enumerate(_read_lines(path), start=1)
         if position >= start and line.strip()
     )
     return next(islice(numbers, index, None))
 
 
-def read_results(path: Path, start: int = 0, end: int | None = None) -> Iterator[tuple[int, bytes]]:
+def _read_lines(path: Path, start: int = 0, end: int | None = None) -> Iterator[tuple[int, bytes]]:
     """Yield (first byte, line without its end) of the lines that begin at a byte in [start, end).
 
     Args:
@@ -104,6 +104,7 @@ def read_results(path: Path, start: int = 0, end: int | None = None) -> Iterator
             # Split as bytes: in UTF-8 a newline byte is never a part of another character.
             *finished, last = block.split(b"\n")
             for tail in finished:
+                # A line may begin in an earlier block.
                 line = bytes(unfinished) + tail
                 unfinished.clear()
                 yield position, line

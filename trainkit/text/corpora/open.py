@@ -191,6 +191,7 @@ def _check_tokenizer(path: Path, parts: Sequence[TokenCorpus], tokenizer: Tokeni
 
 def _check_templates(path: Path, parts: Sequence[TokenCorpus], template: str | None) -> None:
     """Raise DataError if conversations were written with another chat template."""
+    # Only files of conversations store a template.
     with_template = [part for part in parts if part.template_hash is not None]
     if template is None or not with_template:
         return
@@ -223,7 +224,7 @@ def is_held_out(name: str, *, one_in: int = 20) -> bool:
         >>> sum(is_held_out(f"{i}.py") for i in range(1000))
         57
     """
-    check_range("held_out", at_least=1, one_in=one_in)
+    check_range("is_held_out", at_least=1, one_in=one_in)
     # Not Python's `hash`, which differs between processes; file names may hold surrogates.
     digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
     return int.from_bytes(digest[:8], "little") % one_in == 0
@@ -394,6 +395,7 @@ def count_document_labels(corpus: TokenCorpus | ConcatCorpus) -> np.ndarray[Any,
     # By part: the documents of a `ConcatCorpus` have no common array.
     counts = []
     for part in getattr(corpus, "parts", [corpus]):
+        # Without a mask every token but the first of its document is a label.
         part_counts = np.maximum(part.lengths - 1, 0)
         if part.loss_mask is not None:
             _count_labels(part.loss_mask, part.offsets, part_counts)

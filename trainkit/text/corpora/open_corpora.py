@@ -147,6 +147,7 @@ def open_chats(
         overlong="drop",
     )
     corpus = open_conversations(path, encode, tokenizer=tokenizer, template=template)
+    # Only now: `counts` is complete when all conversations are encoded.
     overlong = format_overlong_warning(
         counts["conversations"],
         capacity=max_length,

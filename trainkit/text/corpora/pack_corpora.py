@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-# The room, whose table is lazy: `data.packed` loads torch, and processes of `prepare` import this.
+# The package, which loads its modules when they are used: `data.packed` imports torch, and the
+# processes of `prepare` import this module without needing that.
 from trainkit import data
 from trainkit.data.corpus import iterate_documents, make_corpus
 from trainkit.packing import pack_bins, report_packing

@@ -64,6 +64,7 @@ def open_pairs(path: Path | None, encode: EncodePair, *, vocab_size: int) -> Tok
         if path is None:
             records = prolong_answers(islice(docstring_conversations(), None, None, 3))
         else:
+            # Adds the hash of the file to `sources`.
             records = read_records(path, sources=sources)
         for name, record in records:
             # One name for both halves: they are held out together.
@@ -116,6 +117,7 @@ def open_preferences(
         encode_preference_pair, tokenizer=tokenizer, template=load_template(template), counts=counts
     )
     pairs = open_pairs(path, encode, vocab_size=tokenizer.vocab_size)
+    # Only now: `counts` is complete when all pairs are encoded.
     if warning := format_answers_warning(counts):
         log(warning)
     return pairs
@@ -142,6 +144,7 @@ def prolong_answers(
         >>> next(prolong_answers(turns))
         ('1', {'prompt': 'f(x)', 'chosen': 'Return x.', 'rejected': 'Return x. Do nothing.'})
     """
+    # (name, question, answer)
     turns = [
         (name, *(message["content"] for message in conversation["messages"]))
         for name, conversation in conversations

@@ -116,6 +116,7 @@ def describe_unread_files(path: Path, suffixes: Sequence[str] | None = None) -> 
     if not path.is_dir():
         return ""
     if suffixes is None:
+        # Sidecars and tokenizers are read together with their files.
         companions = [suffix for row in TOKEN_FORMATS.values() for suffix in row.companions]
         suffixes = (*TEXT_SUFFIXES, *RECORD_FORMATS, *TOKEN_FORMATS, *companions)
     others = [name for name in list_files(path) if not name.endswith(tuple(suffixes))]
@@ -152,6 +153,7 @@ def open_parts(
             message names it.
         ValueError: `eos_id` was given for a file that stores document offsets.
     """
+    # By name, for the message of `_check_eos`.
     parts = {}
     for name in names:
         path = root / name

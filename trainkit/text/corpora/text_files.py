@@ -118,10 +118,10 @@ def check_name(path: Path) -> None:
     name = str(path)
     # In a `str`, bytes that are not UTF-8 are lone surrogates, which `encode` replaces.
     if not name.isascii() and name.encode(errors="replace").decode() != name:
-        escape_control_characters = name.encode(errors="backslashreplace").decode()
+        escaped = name.encode(errors="backslashreplace").decode()
         raise DataError(
-            f"{escape_control_characters}: the name is no UTF-8: rename it, or leave it out",
-            where=escape_control_characters,
+            f"{escaped}: the name is no UTF-8: rename it, or leave it out",
+            where=escaped,
         )
 
 
@@ -184,6 +184,7 @@ def read_at(file: BinaryIO, path: Path, position: int, size: int) -> bytes:
     data = b""
     while len(data) < size:  # pread may return fewer bytes than there are
         remaining = size - len(data)
+        # `pread` has no file position that a failed attempt could leave behind, so a retry is safe.
         more = retry_read(partial(os.pread, file.fileno(), remaining, position + len(data)), path)
         if not more:
             break

@@ -112,7 +112,7 @@ class Header:
 
 
 def round_up(size: int) -> int:
-    """Return the next multiple of 8."""
+    """Round a size up to a multiple of 8."""
     return -(-size // 8) * 8
 
 
@@ -168,8 +168,9 @@ def read_header(file: BinaryIO, path: Path) -> Header:
     # After 8 bytes of magic, 8 of the length and 32 of the hash.
     end = 48 + int.from_bytes(block[8:16], "little")
     text = block[48:end]
-    is_intact = hashlib.sha256(text).digest() == block[16:48] and not block[end:].strip(b"\0")
-    if len(block) < BLOCK or not is_intact:
+    is_intact = hashlib.sha256(text).digest() == block[16:48]
+    has_zeros = not block[end:].strip(b"\0")
+    if len(block) < BLOCK or not (is_intact and has_zeros):
         raise DataError(
             f"{path}: this token file has a header that is truncated or damaged",
             where=path,
@@ -223,6 +224,7 @@ def _parse_header(fields: dict[str, Any], path: Path) -> Header:
         "tokens": lambda x: type(x) is int and x >= 0,
         "vocab_size": lambda x: x is None or (type(x) is int and x >= 1),
         "loss_mask": lambda x: type(x) is bool,
+        # A multiple of 8, so that no chunk begins inside a number.
         "chunk_bytes": lambda x: type(x) is int and x >= 8 and x % 8 == 0,
         "offsets_sha256": lambda x: type(x) is str,
         "table_sha256": lambda x: type(x) is str,
@@ -240,6 +242,7 @@ def _parse_header(fields: dict[str, Any], path: Path) -> Header:
                 got=fields.get(name),
             )
     header = Header(dtype, **{name: fields[name] for name in rules})
+    # Version 2 has no columns.
     if fields["version"] == VERSIONS[0]:
         return header
     try:
@@ -268,6 +271,7 @@ def sample_chunks(count: int, max_chunks: int | None) -> list[int]:
         return list(range(count))
     # Not the global generator: a run seeds it, and each start would check the same chunks.
     draw = random.SystemRandom().randrange
+    # The first, the last and one in between would be three.
     if max_chunks < 3:
         return sorted({draw(count) for _ in range(max_chunks)})
     bounds = [1 + part * (count - 2) // (max_chunks - 2) for part in range(max_chunks - 1)]

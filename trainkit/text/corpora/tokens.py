@@ -178,6 +178,7 @@ def open_part(
     _check_offsets(offsets, header, path, is_hashed=max_chunks != 0)
     for start, end in checked:
         # Chunks may reach beyond the tokens; slices end there.
+        # From bytes of the file to tokens; a chunk begins at a whole token.
         first = (start - BLOCK) // dtype.itemsize
         check_ids(
             tokens[first : (end - BLOCK) // dtype.itemsize],
@@ -206,7 +207,8 @@ def open_part(
 def _check_offsets(
     offsets: np.ndarray[Any, Any], header: Header, path: Path, *, is_hashed: bool
 ) -> None:
-    if offsets[0] != 0 or offsets[-1] != header.tokens or (offsets[1:] < offsets[:-1]).any():
+    has_ends = offsets[0] == 0 and offsets[-1] == header.tokens
+    if not has_ends or (offsets[1:] < offsets[:-1]).any():
         raise DataError(
             f"{path}: this token file has offsets that do not rise from 0 to {header.tokens}",
             where=path,

@@ -43,6 +43,7 @@ def verify_corpus(path: str | os.PathLike[str], *, vocab_size: int | None = None
     path = Path(path)
     root = path if path.is_dir() else path.parent
     problems: list[str] = []
+    # None if not even the search succeeded; empty for text and records.
     names: list[str] | None = None
     documents = 0
     tokens = 0
@@ -65,6 +66,8 @@ def verify_corpus(path: str | os.PathLike[str], *, vocab_size: int | None = None
             tokens += len(corpus.tokens)
     if names == []:  # text or records
         with collect_problem():
+            # Reading decodes every text and parses every record, and there are no hashes to
+            # compare.
             for _ in read_records(path):
                 documents += 1
             if not documents:

@@ -170,7 +170,8 @@ def identify(value: Any) -> str:
     """
     if isinstance(value, partial):
         # Sorted, as the order of keywords does not matter.
-        bound = [value.func, *value.args, *itertools.chain(*sorted(value.keywords.items()))]
+        keywords = itertools.chain(*sorted(value.keywords.items()))
+        bound = [value.func, *value.args, *keywords]
         return f"partial({', '.join(map(identify, bound))})"
     if inspect.isfunction(value) and "<" not in value.__qualname__:
         try:
@@ -280,6 +281,8 @@ def _encode_chunk(
                     encode_batch([record])
                 except Exception as error:
                     origin = describe_document(chunk, index)
+                    # A ValueError or DataError explains itself; of other errors the class is half
+                    # the message.
                     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
                     raise DataError(f"{origin}: {kind}{error}", where=origin) from error
             raise

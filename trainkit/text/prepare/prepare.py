@@ -320,6 +320,7 @@ def _find_finished_parts(work: Work, chunks: Sequence[Chunk], log: Log) -> dict[
         elif reason:
             reasons.append(reason)
     reusable = {f"part_{index:08d}" for index in parts}
+    # The two files of a part differ only in their suffix.
     for file in work.folder.iterdir():
         if file.stem not in reusable:
             file.unlink(missing_ok=True)  # a worker that is exiting may delete its own first
@@ -350,6 +351,7 @@ def _write_parts(
     if workers is None:
         # Starting processes takes seconds: each imports trainkit, numba and the caller's script.
         is_small = sum(chunk.bytes for chunk in missing.values()) < _SMALL
+        # The cores that this process may use, which a container or a batch system may limit.
         workers = 1 if is_small else len(os.sched_getaffinity(0))
     # No process without a chunk.
     workers = max(1, min(workers, len(missing)))
@@ -357,6 +359,7 @@ def _write_parts(
     if workers == 1:
         write = make_part_writer(work)
         for index, chunk in missing.items():
+            # Nobody waits for a heartbeat here, and `bool()` does nothing.
             report.add(index, write(index, chunk, bool))
     else:
         with process_pool(workers) as pool:
@@ -458,6 +461,7 @@ def lock_output(out: Path, *, function: str = "prepare") -> Iterator[None]:
     path = out.with_name(f".{out.name}.lock")
     while True:
         with convert_disk_errors(path, by=function):
+            # Not "w", which would erase the process id of the one that holds the lock.
             file = path.open("a+")
         try:
             # A lock of the kernel, not a file that exists: it ends with a killed process.
@@ -471,6 +475,7 @@ def lock_output(out: Path, *, function: str = "prepare") -> Iterator[None]:
                 where=path,
                 hint="wait for it, or write to another file",
             ) from error
+        # The lock counts only if the path is still this file, which others will open too.
         with suppress(FileNotFoundError):
             if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
                 break
@@ -482,5 +487,6 @@ def lock_output(out: Path, *, function: str = "prepare") -> Iterator[None]:
         file.flush()
         yield
     finally:
+        # While it is locked: later it might be the lock file of the next process.
         path.unlink(missing_ok=True)
         file.close()

@@ -71,7 +71,7 @@ def write_parts(
     futures: dict[Future[Tally], int] = {}
     processes: set[BaseProcess] = set()
     try:
-        with _interrupts_wait():
+        with _delay_interrupts():
             for index, chunk in chunks.items():
                 absolute = attrs.evolve(chunk, path=chunk.path.absolute())
                 futures[executor.submit(_write, job, index, absolute)] = index
@@ -99,7 +99,7 @@ def write_parts(
 
 
 @contextmanager
-def _interrupts_wait() -> Iterator[None]:
+def _delay_interrupts() -> Iterator[None]:
     """Delay Ctrl-C until the end of the block; processes started in it never receive it."""
     # A terminal sends it to all processes, and one that is still importing would print a traceback.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])

@@ -244,6 +244,7 @@ def _iterate_steps(
 ) -> Iterator[StreamStep]:
     step_rows: list[tuple[Window, IntArray]] = []
     last: Window | None = None
+    # Rows that the step in the making still needs.
     num_missing = rows
     # Rows of the first window that were used before the cursor was saved.
     num_used = position.rows

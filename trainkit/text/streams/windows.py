@@ -193,7 +193,9 @@ def _pack_window(
     bins = options.pack(corpus.lengths)
     # The order depends on where the window begins, not on how many came before it.
     key = make_key(options.seed, "window", start.document, start.token)
-    order = permute(np.arange(len(bins)), len(bins), key) if len(bins) else np.arange(0)
+    order = np.arange(len(bins))
+    if len(bins):  # `permute` rejects a count of 0
+        order = permute(order, len(bins), key)
     arrays = {
         "tokens": corpus.tokens,
         "loss_mask": np.arange(0) if corpus.loss_mask is None else corpus.loss_mask,
@@ -219,12 +221,10 @@ def copy_to_corpus(
     tokens = np.concatenate([np.arange(0), *(part.ids for part in parts)])
     masks = [part.loss_mask for part in parts if part.loss_mask is not None]
     # Copies, so that the documents that the source yielded can be freed.
-    values = {
-        name: np.concatenate(
-            [np.empty((0, *column.inner), column.dtype), *(part.values[name] for part in parts)]
-        )
-        for name, column in columns.items()
-    }
+    values = {}
+    for name, column in columns.items():
+        empty = np.empty((0, *column.inner), column.dtype)
+        values[name] = np.concatenate([empty, *(part.values[name] for part in parts)])
     return TokenCorpus(
         tokens.astype(smallest_dtype(vocab_size)),
         np.cumsum([0, *map(len, parts)]),

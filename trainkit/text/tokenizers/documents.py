@@ -48,6 +48,7 @@ def _add_bos_eos(tokenizer: Tokenizer, ids: Sequence[int] | IntArray) -> IntArra
     # Of a tokenizer anything but `encode` and `decode` is optional.
     bos = getattr(tokenizer, "bos_id", None)
     eos = getattr(tokenizer, "eos_id", None)
+    # An empty array stands for a token that the tokenizer does not have.
     return np.concatenate(
         [
             np.array([] if bos is None else [bos], np.int64),

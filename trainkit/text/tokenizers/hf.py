@@ -270,7 +270,8 @@ def add_tokens(tokenizer: HFTokenizer, special: Sequence[str]) -> HFTokenizer:
     backend.add_special_tokens([AddedToken(text, normalized=False) for text in texts])
     # The library decides on the ids, so they are compared with the expected ones.
     ids: dict[str, Any] = {text: backend.token_to_id(text) for text in texts}
-    if [*ids.values()] != [*range(tokenizer.vocab_size, tokenizer.vocab_size + len(ids))]:
+    expected = range(tokenizer.vocab_size, tokenizer.vocab_size + len(ids))
+    if [*ids.values()] != [*expected]:
         raise DataError(f"add_tokens: the new tokens would have the ids {list(ids.values())[:9]}")
     return attrs.evolve(
         tokenizer,
@@ -405,7 +406,7 @@ def _add_from_config(backend: Any, config: Mapping[str, Any], name: str) -> None
 
 
 def _find_id(vocabulary: Mapping[str, int], token: Any, default: str, name: str) -> int | None:
-    """Return the id of a role's token; without one that of trainkit's default, if it exists.
+    """Return the id of a role's token; if none is named, that of trainkit's default or None.
 
     A token is a text in a configuration, or an object with its `content`.
     """

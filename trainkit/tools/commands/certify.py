@@ -127,6 +127,7 @@ def _make_filter(
     from trainkit.tools.testing.ranks import check_devices  # noqa: PLC0415 (imports torch)
 
     check_devices("certify", world or 1, device)
+    # The first model has the most cases, so a pattern must match one of these.
     names = [case.name for case in cases_of_model(models_of_tier(tier)[0])]
     for pattern in patterns or ():
         if not any(fnmatchcase(name, pattern) for name in names):

@@ -152,6 +152,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
 
 def _check_owners(path: Path, *, strict: bool) -> None:
     """Warn about files that other users own or may write, or raise CheckpointError if strict."""
+    # Whoever may write to the folder of a file can replace it.
     folder = path if path.is_dir() else path.parent
     problems = find_owner_problems(folder) if folder.is_dir() else []
     if problems and strict:
@@ -194,6 +195,7 @@ def _ls(options: argparse.Namespace) -> tuple[Any, int]:
             ok, problems = _check_files(path)
             row |= {"ok": ok, "problems": problems}
         rows.append(row)
+    # None is a checkpoint that was deleted meanwhile, which is no damage.
     return rows, _DAMAGED if any(row.get("ok") is False for row in rows) else 0
 
 
@@ -201,11 +203,13 @@ def _verify(options: argparse.Namespace) -> tuple[Any, int]:
     directory = options.directory
     _check_owners(directory, strict=options.strict_owner)
     existed = directory.exists()  # before the check, during which retention may delete it
+    # A run, its checkpoints/, or else a single checkpoint.
     of_run = list_checkpoints(directory / "checkpoints") or list_checkpoints(directory)
     reports = []
     for path in of_run or [directory]:
         ok, problems = _check_files(path)
         reports.append({"checkpoint": str(path), "ok": ok, "problems": problems})
+    # A run gives a list, even of one checkpoint; a checkpoint gives one report.
     if of_run:
         return reports, _DAMAGED if any(report["ok"] is False for report in reports) else 0
     if not existed:
@@ -226,6 +230,7 @@ def _diff(options: argparse.Namespace) -> tuple[Any, int]:
     a = _find_source(options.a, strict=options.strict_owner)
     b = _find_source(options.b, strict=options.strict_owner)
     report = diff_checkpoints(a, b, values=options.values)
+    # As diff(1): a difference is no error.
     return report, 0 if report["same"] else 1
 
 
@@ -233,6 +238,7 @@ def _prune(options: argparse.Namespace) -> tuple[Any, int]:
     home = _find_home(options.directory)
     _check_owners(home, strict=options.strict_owner)
     policy = Retention(last=options.keep, every=options.every, best=options.best)
+    # Messages go to stderr, because stdout may be read as JSON.
     report = apply_retention(home, policy, log=print_to_stderr, dry_run=options.dry_run)
     # Checkpoints are there, and none of them verifies: nothing was deleted.
     return report, _DAMAGED if report["kept"] and not report["verified"] else 0

@@ -78,6 +78,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
 
     path = find_checkpoint(options.source, log=print_to_stderr)
     facts = read_facts(path, needs=["model"])
+    # A run that trains adapters stores the base model that they belong to.
     adapted = "base" in facts
     if options.merge and not adapted:
         raise ConfigError(f"export: --merge: {path} holds a whole model, with no adapters to merge")
@@ -119,6 +120,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
 
 def _check_adapter_flags(options: argparse.Namespace) -> None:
     """Raise ConfigError for flags that only affect the export of a whole model."""
+    # All of them are None unless they are given.
     names = ("dtype", "shard_bytes", "tokenizer", "context")
     flags = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
     if flags:

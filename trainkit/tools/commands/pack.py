@@ -56,10 +56,12 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     from trainkit import packing  # noqa: PLC0415 -- slow to import
     from trainkit.text.corpora import open_corpus  # noqa: PLC0415 -- slow to import
 
+    # Before the work, which can take minutes.
     if options.out is not None:
         from trainkit.run.plots.drawing import check_picture  # noqa: PLC0415 -- an extra
 
         check_picture("pack: --out", options.out)
+    # `make_balanced_fit` needs a number of rows; the other fits are functions already.
     balanced = options.balanced is not None
     fit = packing.make_balanced_fit(options.balanced) if balanced else getattr(packing, options.fit)
     lengths = open_corpus(options.corpus).lengths

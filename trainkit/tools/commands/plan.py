@@ -79,6 +79,7 @@ def add(plan: argparse.ArgumentParser) -> None:
     _add_sharding(work)
     _add_training(work)
     _add_machines(plan.add_argument_group("machines"))
+    # None where a flag is not given, since 1 is a degree to ask for.
     only = plan.add_argument_group("only layouts with these degrees")
     for name in _DEGREES:
         only.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
@@ -254,6 +255,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         microbatch=options.microbatch,
         precision=Precision(
             storage=options.storage,
+            # What "auto" of the recipes comes to.
             compute=options.compute or ("fp32" if machine.name == "cpu" else "bf16"),
             reduction=options.reduction,
             moments=options.moments,
@@ -278,6 +280,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     )
     if options.json:
         return [
+            # Neither is a field of an estimate.
             attrs.asdict(plan) | {"compute": job.precision.compute, "fits": plan.fits}
             for plan in plans
         ], 0
@@ -327,6 +330,7 @@ def _describe_job(options: argparse.Namespace, config: DecoderConfig) -> str:
     rows = options.rows or 4 * options.world
     total = count_parameters(config)
     active = count_active_parameters(config)
+    # A token passes through some of the experts only.
     per_token = f" ({active / 1e6:,.1f} for a token)" if active < total else ""
     return (
         f"{options.init or options.size or 'tiny'}, {total / 1e6:,.1f} million parameters"
@@ -363,6 +367,7 @@ def _list_layouts(options: argparse.Namespace, config: DecoderConfig) -> list[La
     degrees = {
         name: getattr(options, name) for name in _DEGREES if getattr(options, name) is not None
     }
+    # All layouts share these options; their degrees are enumerated.
     like = Layout(
         fold_sp=options.fold_sp,
         schedule=options.schedule,
@@ -371,6 +376,7 @@ def _list_layouts(options: argparse.Namespace, config: DecoderConfig) -> list[La
         prefetch=options.prefetch,
         separate_ends=options.separate_ends,
     )
+    # ep divides the number of experts, so it is 1 without them.
     experts = 1 if config.experts is None else config.experts.count
     layouts = [
         layout

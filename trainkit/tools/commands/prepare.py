@@ -150,6 +150,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     try:
         return _prepare(options), 0
     except KeyboardInterrupt:
+        # On a terminal the line of progress has no end yet.
         print_to_stderr("")
         parts = options.out.with_name(f"{options.out.name}.parts")
         if parts.is_dir():
@@ -193,6 +194,7 @@ def _prepare(options: argparse.Namespace) -> dict[str, Any]:
         tokenizer=tokenizer,
         make_encode=_make_encode(options, template),
         template_hash=None if template is None else template_hash(template),
+        # The file stores these two names; the report may also have the counts of a BPE.
         made_with={key: facts[key] for key in ("tokenizer", "template") if key in facts},
         field=options.field or "text",
         workers=options.workers,
@@ -257,6 +259,7 @@ def encode_conversations(tokenizer: Tokenizer, *, template: str, **options: Any)
     """Return a chat encoder for a template's name; every worker process loads the template."""
     from trainkit.text.chat import load_template, make_chat_encoder  # noqa: PLC0415
 
+    # A template that is loaded cannot be pickled.
     return make_chat_encoder(tokenizer, template=load_template(template), **options)
 
 
@@ -280,6 +283,7 @@ def _make_encode(
         field=options.field or "messages",
         train=options.train_on or "assistant",
         max_length=options.max_length,
+        # Without a limit no conversation is too long.
         overlong="error" if options.max_length is None else "drop",
     )
 
@@ -292,6 +296,7 @@ def _make_tokenizer(
     from trainkit.text.tokenizers.special import BOS, CHAT_SPECIAL, EOS, PAD  # noqa: PLC0415
 
     kind, _, size = options.tokenizer.partition(":")
+    # A file may have such a name.
     if kind != "bpe" or Path(options.tokenizer).exists():
         return open_tokenizer(options.tokenizer), {"tokenizer": options.tokenizer}
     if not size.isdecimal():
@@ -361,6 +366,7 @@ def _make_progress_printer() -> Callable[[PrepareProgress], None]:
             return
         last[0] = now
         line = progress_line(progress)
+        # Back to the start of the line, and clear what a longer text has left there.
         sys.stderr.write(
             f"\r\x1b[K{line}{chr(10) if complete else ''}" if terminal else f"{line}\n"
         )

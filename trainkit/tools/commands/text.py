@@ -40,13 +40,15 @@ def as_text(report: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
 def _format_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Align the columns, numbers to the right, and drop those that are empty in every row."""
     empty: tuple[Any, ...] = (None, "", [], {})
-    names = [x for x in (rows[0] if rows else ()) if any(row[x] not in empty for row in rows)]
+    candidates = rows[0] if rows else {}
+    names = [x for x in candidates if any(row[x] not in empty for row in rows)]
     if not names:
         return "none"
     columns = []
     for name in names:
         cells = [name, *(_format_cell(row[name], name) for row in rows)]
         width = max(map(len, cells))
+        # Not isinstance: a bool is shown as a word.
         is_number = type(rows[0][name]) in (int, float)
         columns.append([x.rjust(width) if is_number else x.ljust(width) for x in cells])
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
@@ -58,15 +60,18 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, str]]:
         for key, inner in value.items():
             yield from _flatten(f"{name}.{key}" if name else str(key), inner)
     elif isinstance(value, list) and value and all(isinstance(part, str) for part in value):
-        yield from zip([name, *[""] * (len(value) - 1)], value, strict=True)
+        names = [name, *[""] * (len(value) - 1)]
+        yield from zip(names, value, strict=True)
     else:
         yield name, _format_cell(value, name)
 
 
 def _format_cell(value: Any, name: str = "") -> str:
     match value:
+        # Before int, of which bool is a subclass.
         case bool():
             text = "yes" if value else "no"
+        # Checkpoints store the time of a save in seconds since 1970.
         case int() if name == "saved":
             text = datetime.fromtimestamp(value).astimezone().strftime("%Y-%m-%d %H:%M:%S")
         case int():

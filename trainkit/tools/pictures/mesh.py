@@ -104,10 +104,12 @@ def plot_mesh(layout: Layout, path: str | Path) -> Path:
     places = mesh_places(layout)
     if len(places) > _LIMIT:
         raise ValueError(f"plot_mesh: {len(places)} ranks are more than the {_LIMIT} drawn legibly")
+    # An axis of one rank divides nothing, and has no row.
     names = [name for name in layout.axes["world"] if layout.count(name) > 1]
     rows = [*names, "rank", "tokens", "parameters"]
     rows += ["ep", "expert_fsdp"] if layout.ep > 1 else []
-    figure = drawing.new_figure(max(5.0, 1.2 + 0.42 * len(places)), 0.34 * len(rows) + 0.85)
+    width = max(5.0, 1.2 + 0.42 * len(places))  # inches
+    figure = drawing.new_figure(width, 0.34 * len(rows) + 0.85)
     axes = figure.subplots()
     _draw_axes(axes, places, names)
     for row, name in enumerate(rows[len(names) :], len(names)):
@@ -118,7 +120,6 @@ def plot_mesh(layout: Layout, path: str | Path) -> Path:
     axes.set_ylim(len(rows) + 0.3, 0)
     axes.set_xlim(0, len(places))
     axes.set_xticks([])
-    axes.tick_params(axis="y", labelcolor=drawing.INK)
     axes.set_title(
         f"{_format_count(len(places), 'rank')}: {layout}" if names else "1 rank",
         loc="left",
@@ -130,6 +131,7 @@ def plot_mesh(layout: Layout, path: str | Path) -> Path:
     label = f"{_format_count(num_tokens, 'part')} of the tokens, {num_parameters} of the parameters"
     axes.set_xlabel(label, loc="left", color=drawing.GREY)
     drawing.bare(axes)
+    # After `bare`, which makes all labels grey.
     axes.tick_params(axis="y", labelcolor=drawing.INK)
     return drawing.save_picture("plot_mesh", figure, path)
 
@@ -141,7 +143,7 @@ def _format_count(number: int, noun: str) -> str:
 def _draw_axes(axes: Axes, places: list[RankPlace], names: list[str]) -> None:
     """Draw each axis as a row of boxes, divided where an axis above it is."""
     for row in range(len(names)):
-
+        # The default binds the row of this turn, not that of the last.
         def get_indices(place: RankPlace, depth: int = row + 1) -> tuple[int, ...]:
             return tuple(place.index[name] for name in names[:depth])
 
@@ -163,13 +165,15 @@ def _draw_leaves(axes: Axes, places: list[RankPlace], row: float, name: str) -> 
 
 def _format_letters(value: int) -> str:
     """Return A to Z, then AA, AB, and so on."""
+    # Like the columns of a spreadsheet: there is no zero among the letters.
     before = _format_letters(value // 26 - 1) if value >= len(_LETTERS) else ""
     return before + _LETTERS[value % 26]
 
 
 def _draw_box(axes: Axes, ranks: list[int], row: float, text: str, colour: str) -> None:
     edge = "#c4c8cf" if colour == "#ffffff" else "white"
-    sides, width = (row + 0.05, 0.9), len(ranks)
+    sides = (row + 0.05, 0.9)
+    width = len(ranks)
     axes.broken_barh([(ranks[0] + 0.03, width - 0.06)], sides, facecolor=colour, edgecolor=edge)
     axes.text(
         ranks[0] + width / 2,

@@ -83,7 +83,8 @@ def _draw_lengths(axes: Axes, bins: Bins, lengths: IntArray | None) -> None:
     values = bins.lengths if lengths is None else lengths[lengths > 0]
     longest = max(int(values.max(initial=1)), bins.capacity)
     # Bins of a quarter of an octave, but at least one token wide.
-    edges = np.unique(np.round(2 ** np.arange(0, np.log2(longest) + 1.25, 0.25))) - 0.5
+    octaves = np.arange(0, np.log2(longest) + 1.25, 0.25)
+    edges = np.unique(np.round(2**octaves)) - 0.5
     counts, _ = np.histogram(values, edges)
     axes.bar(edges[:-1], counts, np.diff(edges), align="edge", color=_PIECES[2])
     axes.axvline(bins.capacity, color=_ORANGE, linewidth=1.2)
@@ -103,7 +104,8 @@ def _draw_lengths(axes: Axes, bins: Bins, lengths: IntArray | None) -> None:
 
 def _draw_rows(axes: Axes, bins: Bins) -> None:
     """Draw rows as bars: pieces in four alternating blues, on orange, which shows as padding."""
-    shown = np.unique(np.linspace(0, len(bins) - 1, min(_ROWS, len(bins))).astype(np.int64))
+    spaced = np.linspace(0, len(bins) - 1, min(_ROWS, len(bins)))
+    shown = np.unique(spaced.astype(np.int64))
     has_merged = False
     for index, row in enumerate(shown.tolist()):
         starts, tokens, is_merged = _merge_thin_pieces(bins, row)

@@ -98,7 +98,9 @@ def bubble_fraction(tasks: Sequence[PipelineTask]) -> float:
     """
     ranks = len({task.rank for task in tasks})
     busy = sum(task.end - task.begin for task in tasks)
-    total = ranks * (max(task.end for task in tasks) - min(task.begin for task in tasks))
+    begin = min(task.begin for task in tasks)
+    end = max(task.end for task in tasks)
+    total = ranks * (end - begin)
     return round(1 - busy / total, 12)  # 0.2, not 0.19999999999999996
 
 
@@ -224,9 +226,9 @@ def plot_pipeline(
         for name in names
     }
     longest = max(task.end for tasks in timelines.values() for task in tasks)
-    figure = drawing.new_figure(
-        min(max(5.0, 0.27 * longest), 16), (0.3 * pp + 0.5) * len(names) + 0.65
-    )
+    width = min(max(5.0, 0.27 * longest), 16)  # inches
+    height = (0.3 * pp + 0.5) * len(names) + 0.65
+    figure = drawing.new_figure(width, height)
     subplots = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (name, tasks) in zip(subplots, timelines.items(), strict=True):
         _draw_timeline(axes, tasks, pp)
@@ -255,8 +257,9 @@ def _draw_timeline(axes: Axes, tasks: Sequence[PipelineTask], pp: int) -> None:
     colours = [_SHADES[task.kind][task.stage >= pp] for task in tasks]
     boxes = []
     for task in tasks:
+        left, right = task.begin, task.end
         top, bottom = task.rank + 0.06, task.rank + 0.94
-        boxes.append([(task.begin, top), (task.end, top), (task.end, bottom), (task.begin, bottom)])
+        boxes.append([(left, top), (right, top), (right, bottom), (left, bottom)])
     axes.add_collection(PolyCollection(boxes, facecolors=colours, edgecolor="white", linewidth=0.8))
     for task, colour in zip(tasks, colours, strict=True):
         axes.text(

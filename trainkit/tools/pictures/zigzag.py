@@ -70,6 +70,8 @@ def zigzag_chunks(lengths: Sequence[int], ring: int) -> list[ZigzagChunk]:
     for document, length in enumerate(lengths):
         size = length // (2 * ring)
         for index in range(2 * ring):
+            # A late chunk attends to many keys and its mirror image to few: all ranks have equal
+            # work.
             rank = min(index, 2 * ring - 1 - index)
             chunks.append(ZigzagChunk(document, index, rank, start, start + size))
             start += size
@@ -100,6 +102,7 @@ def ring_blocks(lengths: Sequence[int], ring: int) -> list[RingBlock]:
     for query in chunks:
         size = query.end - query.begin
         for key in chunks:
+            # Other documents and later chunks are masked entirely.
             if key.document == query.document and key.index <= query.index:
                 pairs = size * (size + 1) // 2 if key is query else size * size
                 step = (query.rank - key.rank) % ring
@@ -137,7 +140,8 @@ def plot_zigzag(lengths: Sequence[int], ring: int, path: str | Path) -> Path:
     drawing.check_picture("plot_zigzag", Path(path))
     if ring > 8:
         raise ValueError(f"plot_zigzag: there are colors for at most 8 ranks, got {ring}")
-    chunks, blocks = zigzag_chunks(lengths, ring), ring_blocks(lengths, ring)
+    chunks = zigzag_chunks(lengths, ring)
+    blocks = ring_blocks(lengths, ring)
     height = 0.24 * (ring + 1) + 0.2  # inches of the shards, a row for each rank
     figure = drawing.new_figure(9, height + 5.2)
     grid = figure.add_gridspec(2, 2, height_ratios=[height, 4.6], width_ratios=[4.6, 2.6])
@@ -153,6 +157,7 @@ def _draw_shards(axes: Axes, chunks: Sequence[ZigzagChunk], ring: int) -> None:
     for chunk in chunks:
         size = chunk.end - chunk.begin
         color = drawing.colour_of(chunk.rank)
+        # Once in the row, at its place, and once in its rank's shard, after the chunks before it.
         for row, start in ((0.0, chunk.begin), (chunk.rank + 1.3, filled[chunk.rank])):
             axes.broken_barh(
                 [(start, size)],
@@ -189,12 +194,15 @@ def _draw_blocks(axes: Axes, blocks: Sequence[RingBlock], lengths: Sequence[int]
     for block in blocks:
         left, right = block.key.begin, block.key.end
         top, bottom = block.query.begin, block.query.end
+        # Below the diagonal of a chunk with itself queries come after keys.
         corners = [(left, top), (left, bottom), (right, bottom)]
         shapes.append(corners if block.key is block.query else [*corners, (right, top)])
         x, y = (left + right) / 2, (top + bottom) / 2
         room = 28
         if block.key is block.query:  # the centroid of a triangle
-            x, y, room = left + (right - left) / 3, top + (bottom - top) * 2 / 3, 22
+            x = left + (right - left) / 3
+            y = top + (bottom - top) * 2 / 3
+            room = 22
         if (right - left) * room > total:  # otherwise the number is larger than the block
             _write(axes, x, y, str(block.step), drawing.colour_of(block.rank))
     colours = [drawing.colour_of(block.rank) for block in blocks]
@@ -203,8 +211,10 @@ def _draw_blocks(axes: Axes, blocks: Sequence[RingBlock], lengths: Sequence[int]
     )
     ends = np.cumsum(lengths)
     for start, end in zip(ends - lengths, ends, strict=True):
+        # The left and the lower edge of the document's square.
         axes.plot([start, start, end], [start, end, end], color=drawing.INK, linewidth=0.8)
     axes.set_xlim(0, total)
+    # The first query is at the top, as in a matrix.
     axes.set_ylim(total, 0)
     axes.set_aspect("equal")
     axes.set_xlabel("keys", fontsize=9, color=drawing.GREY)
@@ -223,6 +233,7 @@ def _draw_work(axes: Axes, blocks: Sequence[RingBlock], ring: int) -> None:
     """Draw the work of each rank as a stacked bar of its steps."""
     pairs = np.zeros((ring, ring))
     for block in blocks:
+        # `[step, rank]`, summed over documents.
         pairs[block.step, block.rank] += block.pairs
     percent = 100 * pairs / pairs.sum()
     below = np.zeros(ring)

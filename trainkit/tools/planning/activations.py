@@ -86,24 +86,32 @@ def estimate_block(job: Job, layout: Layout, *, fused_norms: bool, experts: bool
         >>> estimate_block(job, Layout(), fused_norms=True).saved / 400  # 8 D + 4 F + H + 2
         2566.0
     """
-    item, tokens = job.itemsize, tokens_per_microbatch(job, layout)
+    item = job.itemsize
+    tokens = tokens_per_microbatch(job, layout)
     attention, mlp = _estimate_halves(job, layout, fused_norms, experts=experts)
     width = job.config.width / layout.tp  # between the blocks, whose tokens tp divides
     fp32_elements = attention.numbers + 2 / layout.tp + mlp.numbers  # also an rms per norm
     norms = 2 * width * _count_norm_copies(job, fused_norms)
     elements = norms + attention.saved + mlp.saved
     peak = max(elements + mlp.gradients, norms / 2 + attention.saved + attention.gradients)
-    num_bytes, input_bytes = elements * item + fp32_elements * FP32, width * item
-    results, mode = _number_products(attention, mlp), read_mode(job.recompute)
+    num_bytes = elements * item + fp32_elements * FP32
+    input_bytes = width * item
+    results = _number_products(attention, mlp)
+    mode = read_mode(job.recompute)
     # Output gradients of a block's last product, which is not among the results, and of its norms.
     passed = input_bytes + 2 * width * (item if fused_norms else FP32)
-    saved, movable, recomputed = num_bytes, num_bytes, list[Result]()
+    product_bytes = sum(x.size for x in results if x.group == "products")
+    saved = num_bytes
+    movable = num_bytes
+    recomputed = list[Result]()
     if mode is not None:
+        # The block's input is saved in any case, and takes part of the budget.
         budget = mode.budget
         is_saved = mode if budget is None else fitting(results, budget * num_bytes - input_bytes)
         recomputed = [x for x in results if not is_saved(x.group, x.number)]
         result_bytes = sum(x.size for x in results if x not in recomputed)
-        saved, movable = input_bytes + mlp.choices * FP32 + result_bytes, input_bytes
+        saved = input_bytes + mlp.choices * FP32 + result_bytes
+        movable = input_bytes
     return Block(
         saved=round(tokens * saved),
         backward=round(tokens * (peak * item + fp32_elements * FP32)),
@@ -113,7 +121,7 @@ def estimate_block(job: Job, layout: Layout, *, fused_norms: bool, experts: bool
             _count_operations(recomputed) / _count_operations(results),
             float(any(x.group == "attention" for x in recomputed)),
         ),
-        split=round(tokens * (sum(x.size for x in results if x.group == "products") + passed)),
+        split=round(tokens * (product_bytes + passed)),
     )
 
 
@@ -180,12 +188,18 @@ def _make_products(item: float, *shapes: tuple[float, float]) -> list[Result]:
 
 def _make_attention_results(job: Job, layout: Layout, columns: float) -> list[Result]:
     heads = job.config.heads // layout.tp
+    # A ring computes attention once for each block of keys; heads have a log-sum-exp in fp32.
     return [Result("attention", WHOLE, 0, columns * job.itemsize + heads * FP32)] * layout.ring
 
 
 def _estimate_attention(job: Job, layout: Layout, fused_norms: bool) -> _Half:
-    config, tp, item = job.config, layout.tp, job.itemsize
-    d, heads, kv_heads = config.width, config.heads // tp, config.kv_heads // tp
+    config = job.config
+    tp = layout.tp
+    item = job.itemsize
+    # Letters as in `estimate_block`; columns that tp shards are already divided by it.
+    d = config.width
+    heads = config.heads // tp
+    kv_heads = config.kv_heads // tp
     q, k, *_ = attention_widths(config, layout)
     kv = kv_heads * config.head_size  # of the products, before Ulysses repeats heads
     saved = d + 2 * q + 2 * k + (q if _is_output_copied(job, layout, fused_norms) else 0)
@@ -204,9 +218,14 @@ def _estimate_attention(job: Job, layout: Layout, fused_norms: bool) -> _Half:
 
 
 def _estimate_latent_attention(job: Job, layout: Layout, fused_norms: bool) -> _Half:
-    config, tp, latents, item = job.config, layout.tp, job.config.latents, job.itemsize
+    config = job.config
+    tp = layout.tp
+    latents = job.config.latents
+    item = job.itemsize
     assert latents is not None
-    d, heads, copies = config.width, config.heads // tp, _count_norm_copies(job, fused_norms)
+    d = config.width
+    heads = config.heads // tp
+    copies = _count_norm_copies(job, fused_norms)
     q, k, v, out = attention_widths(config, layout)
     # Kernels take one head size and pad narrower heads with zeros, except for the ring's.
     padded = heads * max(config.head_size, config.value_size) if layout.ring == 1 else 0
@@ -240,7 +259,9 @@ def _estimate_latent_attention(job: Job, layout: Layout, fused_norms: bool) -> _
 
 def _estimate_mlp(job: Job, tp: int) -> _Half:
     config = job.config
-    d, f, products = config.width, config.mlp_width // tp, 1 + config.feed_forward_config.gated
+    d = config.width
+    f = config.mlp_width // tp
+    products = 1 + config.feed_forward_config.gated
     after = [(f, d)] * config.norm_config.after  # otherwise only the residual sum reads it
     return _Half(
         saved=d + 2 * products * f,
@@ -250,10 +271,15 @@ def _estimate_mlp(job: Job, tp: int) -> _Half:
 
 
 def _estimate_experts(job: Job, layout: Layout) -> _Half:
-    experts, d, tp = job.config.experts, job.config.width, layout.tp
+    experts = job.config.experts
+    d = job.config.width
+    tp = layout.tp
     assert experts is not None
-    k, f, shared = experts.top_k, experts.width, experts.shared
-    item, again = job.itemsize / tp, job.recompute != "none"
+    k = experts.top_k
+    f = experts.width
+    shared = experts.shared
+    item = job.itemsize / tp
+    again = job.recompute != "none"
     low = job.itemsize != FP32
     # In low precision the router has its own input in fp32; then only a shared expert saves this.
     inputs = d * (not low or shared > 0)
@@ -294,7 +320,8 @@ def tokens_per_microbatch(job: Job, layout: Layout) -> int:
 def attention_widths(config: DecoderConfig, layout: Layout) -> tuple[float, float, float, float]:
     """Return the columns of attention's queries, keys, values and output."""
     # Ulysses repeats key heads if there are fewer than its ranks.
-    heads, kv_heads = config.heads / layout.tp, max(config.kv_heads // layout.tp, layout.ulysses)
+    heads = config.heads / layout.tp
+    kv_heads = max(config.kv_heads // layout.tp, layout.ulysses)
     return (
         heads * config.head_size,
         kv_heads * config.head_size,
@@ -344,9 +371,12 @@ def estimate_head(job: Job, layout: Layout, *, fused_norms: bool, trained: bool 
         5.1 GiB
         13.8 GiB
     """
-    config, item = job.config, job.itemsize
+    config = job.config
+    item = job.itemsize
+    # The plain loss gathers its logits over tp.
     parts = 1 if job.loss == "plain" else layout.tp
-    tokens, vocab_size = tokens_per_microbatch(job, layout), config.vocab_size // parts
+    tokens = tokens_per_microbatch(job, layout)
+    vocab_size = config.vocab_size // parts
     copies = _count_norm_copies(job, fused_norms)
     norm = round(tokens * config.width * (copies / layout.tp + 1) * item)
     low = item != FP32
@@ -372,6 +402,7 @@ def has_full_logits(job: Job, layout: Layout) -> bool:
         >>> has_full_logits(job, Layout()), has_full_logits(job, Layout(tp=2))
         (True, False)
     """
+    # See `linear_cross_entropy`, whose choice this repeats.
     few = tokens_per_microbatch(job, layout) * job.config.vocab_size <= _MAX_CHUNK_LOGITS
     return job.loss == "plain" or (few and job.precision.compute == "fp32" and layout.tp == 1)
 
@@ -385,4 +416,5 @@ def count_chunk_tokens(job: Job, layout: Layout) -> int:
         >>> count_chunk_tokens(job, Layout())
         2048
     """
-    return max(1, job.config.width // 2, _MAX_CHUNK_LOGITS // (job.config.vocab_size // layout.tp))
+    local_vocab_size = job.config.vocab_size // layout.tp
+    return max(1, job.config.width // 2, _MAX_CHUNK_LOGITS // local_vocab_size)

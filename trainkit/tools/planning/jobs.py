@@ -25,6 +25,7 @@ from trainkit.types import (
 
 FP32 = 4
 """Bytes of a number in fp32."""
+# Without "auto", which a job must resolve.
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
@@ -44,6 +45,7 @@ class Job:
     microbatch: int = attrs.field(default=1, validator=positive)
     """Rows of a microbatch."""
 
+    # `read_mode` raises for a mode that it does not know.
     recompute: str = attrs.field(default="none", validator=lambda _, __, mode: read_mode(mode))
     """The mode of recomputation; see `parallel.recompute`."""
 
@@ -125,6 +127,7 @@ def num_microbatches(job: Job, layout: Layout) -> int:
         >>> num_microbatches(job, Layout(dp_shard=3))
         2
     """
+    # Ranks with fewer rows than others have padding rows, so both quotients round up.
     return math.ceil(math.ceil(job.rows / layout.count("dp")) / job.microbatch)
 
 
@@ -150,6 +153,7 @@ def list_layouts(world: int, *, like: Layout | None = None, experts: int = 1) ->
     for degrees in _list_factorizations(world, len(names)):
         named: Any = dict(zip(names, degrees, strict=True))
         layout = attrs.evolve(like, **named, ep=1)
+        # ep is a further factor of FSDP's ranks, and none of the world.
         common = math.gcd(experts, layout.count("fsdp"))  # ep divides both
         for ep in (n for n in range(1, common + 1) if common % n == 0):
             yield attrs.evolve(layout, ep=ep)
@@ -185,7 +189,9 @@ def explain_refusal(job: Job, layout: Layout) -> str | None:
         microbatch=job.microbatch,
         multiple_of=2 * layout.ring,
     )
+    # An estimate assumes what the schedule allows, so this option is no reason to refuse.
     layout = attrs.evolve(layout, reshard_after_forward=reshards(layout))
+    # Planning is for GPUs, wherever it runs.
     problems = find_problems(layout, job.config, rows, world=layout.world, device="cuda")
     return problems[0].what if problems else None
 

@@ -42,6 +42,7 @@ class Hardware:
 
     def __attrs_post_init__(self) -> None:
         figures = (self.memory, self.intra_node, self.inter_node, self.ranks_per_node)
+        # Not `any(figure <= 0)`, which NaN would pass.
         if not all(figure > 0 for figure in (*figures, *self.flops.values())):
             raise ValueError(f"Hardware: every figure must be positive, got {self}")
         if not {"fp32", "bf16"} <= set(self.flops):

@@ -117,6 +117,7 @@ def estimate_memory(
 
 def _estimate_optimizer(job: Job, blocks: Params, ends: Params) -> tuple[int, int]:
     """Return the bytes of optimizer state: of all parameters, and of the largest one."""
+    # The job's own options win over those that its precision implies.
     options = {
         **list_precision_options(job.optimizer, job.precision),
         **dict(job.optimizer_options),
@@ -129,14 +130,16 @@ def _estimate_optimizer(job: Job, blocks: Params, ends: Params) -> tuple[int, in
     # Muon has another state for hidden matrices than for the ends.
     for own, hidden in ((blocks.trained, True), (ends.trained, False)):
         per_element = partial(state_bytes, job.optimizer, options, hidden=hidden)
+        long = per_element() * (own.shard - own.short)
         short = per_element(in_blocks=False) * own.short
-        sizes.append((own, per_element() * (own.shard - own.short) + short + extra * own.shard))
+        sizes.append((own, long + short + extra * own.shard))
     kind = OPTIMIZERS[job.optimizer]
     # Stochastic rounding needs a step count per parameter, which is the counter of its noise.
     is_stochastic = options.get("rounding") == "stochastic" or (
         kind.low_precision_moments and options.get("moments", "fp32") != "fp32"
     )
     counts = FP32 * max(kind.counts, int(is_stochastic)) * (blocks + ends).trained.tensors
+    # In proportion to elements, as parameters of one group have about equal state per element.
     largest = max(round(size * own.largest / max(own.whole, 1)) for own, size in sizes)
     return sum(round(size) for _, size in sizes) + counts, largest
 
@@ -149,13 +152,17 @@ def _has_mean(job: Job) -> bool:
 def _estimate_rank_memory(
     job: Job, layout: Layout, pp_rank: int, *, fused_norms: bool, in_backward: bool
 ) -> MemoryEstimate:
-    part, units = find_part(job, layout, pp_rank), compute_units(job, layout)
-    ends, blocks = get_ends(part, units, tied=job.config.tied), get_blocks(part, units)
-    own, rank = (blocks + ends).trained, _estimate_rank(job, layout, pp_rank, fused_norms)
+    part = find_part(job, layout, pp_rank)
+    units = compute_units(job, layout)
+    ends = get_ends(part, units, tied=job.config.tied)
+    blocks = get_blocks(part, units)
+    own = (blocks + ends).trained
+    rank = _estimate_rank(job, layout, pp_rank, fused_norms)
     parameters = (blocks + ends).nbytes(job.stored)
     gradients = own.shard * FP32
     optimizer, largest_state = _estimate_optimizer(job, blocks, ends)
     buffers = estimate_buffers(job, layout, pp_rank)
+    # Gradients are complete only in the last backward, so with several they stay until the step.
     if in_backward and not rank.later:
         rank = attrs.evolve(rank, stays=False)
     phases = _estimate_phases(rank)
@@ -171,9 +178,11 @@ def _estimate_rank_memory(
         phases["sum over tp"] = rank.gradients + _count_buffer_elements(replicated) * FP32
     peak_phase = max(phases, key=lambda name: phases[name])
     is_state_on_host = layout.cpu_offload or job.offload_optimizer
+    # Products with a bool: what is offloaded counts 0 here and in `host` instead.
     between = (not layout.cpu_offload) * parameters + (not is_state_on_host) * optimizer
     host = parameters + optimizer - between + layout.cpu_offload * gradients + rank.moved
-    one, shard = rank.activations, rank.sharding
+    one = rank.activations
+    shard = rank.sharding
     return MemoryEstimate(
         parameters=parameters,
         gradients=gradients if rank.stays else 0,
@@ -195,8 +204,10 @@ def _estimate_rank_memory(
 
 
 def _estimate_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) -> _Rank:
-    part, units = find_part(job, layout, pp_rank), compute_units(job, layout)
-    ends, blocks = get_ends(part, units, tied=job.config.tied), get_blocks(part, units)
+    part = find_part(job, layout, pp_rank)
+    units = compute_units(job, layout)
+    ends = get_ends(part, units, tied=job.config.tied)
+    blocks = get_blocks(part, units)
     counts = {True: part.experts, False: part.layers - part.experts}
     kinds = {
         experts: estimate_block(job, layout, fused_norms=fused_norms, experts=experts)
@@ -208,6 +219,7 @@ def _estimate_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) ->
     cast_of_stage, cast_of_block = _estimate_casts(job, layout, part, units)
     layers = [layer for layer, _ in units.counts(part.numbers)]
     reduced_units = [params.trained for x in layers for params in (x.block, x.sharded_experts)]
+    # A rank without the output layer has no logits.
     head = Head()
     if part.head:
         weight = units.embedding if job.config.tied else units.head
@@ -324,7 +336,8 @@ class _Rank:
 
     def waiting(self, stages: float, blocks: int) -> float:
         """Return the bytes on the device that some stages and blocks have saved."""
-        one, budget = self.activations, self.job.offload_activations
+        one = self.activations
+        budget = self.job.offload_activations
         saved = stages * self.saved + blocks * one.saved
         movable = stages * self.movable + blocks * one.movable
         offloaded = 0.0 if budget is None else max(0.0, movable - max(budget, one.used))
@@ -377,7 +390,8 @@ def _estimate_backward(rank: _Rank, held: float, *, before: int) -> dict[str, fl
     Existing gradients are accumulated into, so that only one weight's exists twice; that of a tied
     embedding waits until the embedding's own gradient exists.
     """
-    one, shard = rank.activations, rank.sharding
+    one = rank.activations
+    shard = rank.sharding
     # The gradient of the output weight, or of the embedding.
     vocabulary = rank.ends.largest * rank.job.itemsize
     waits = vocabulary if rank.part.embedding and rank.job.config.tied else 0

@@ -129,10 +129,10 @@ def rank_layouts(
     for layout in layouts:
         # With one microbatch, or without FSDP, gradients are reduced once anyway.
         differ = layout.wrapped > 1 and num_microbatches(job, layout) > 1
-        values = [layout.reduce] if reduce is None else reduce if differ else reduce[:1]
+        values = [layout.reduce] if reduce is None else reduce
         estimates += [
             _estimate_layout(one, attrs.evolve(layout, reduce=value), hardware, usable, efficiency)
-            for value in values
+            for value in (values if differ else values[:1])
             for one in jobs
         ]
     return sorted(estimates, key=_sort_key)
@@ -269,8 +269,10 @@ def _count_row_flops(job: Job, part: Part, *, products: bool = True) -> float:
     `products` only attention is counted.
     """
     length, remainder = divmod(job.row_length, job.documents)
-    lengths = np.array([length + (i < remainder) for i in range(job.documents)], dtype=np.int64)
+    lengths = np.full(job.documents, length, np.int64)
+    lengths[:remainder] += 1
     config = job.config
+    # Scores multiply `head_size` columns and outputs `value_size`: their mean counts for both.
     head_dim = (config.head_size + config.value_size) / 2
     plain = attrs.evolve(
         job, plan_prefix=(), frozen=frozenset()
@@ -305,7 +307,8 @@ def _count_rank_flops(job: Job, layout: Layout, pp_rank: int, *, products: bool 
 
 def _count_span(axis: str, layout: Layout) -> int:
     """Return the number of neighboring ranks that contain one group of an axis."""
-    world, names = layout.axes["world"], layout.axes.get(axis, layout.axes["fsdp"])
+    world = layout.axes["world"]
+    names = layout.axes.get(axis, layout.axes["fsdp"])
     *_, innermost = layout.expert_axes
     # These two span the innermost ranks of fsdp; "ep" or "expert_fsdp", as `ep_adjacent` says.
     sizes = {innermost: layout.expert_axes[innermost], "near": layout.reshard_over}

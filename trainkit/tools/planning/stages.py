@@ -48,6 +48,7 @@ def find_part(job: Job, layout: Layout, pp_rank: int) -> Part:
         layers = tuple(range(job.config.layers))
         experts = len(job.config.expert_layers)
         return Part(layers, embedding=True, head=True, experts=experts)
+    # Some schedules give a rank several stages, which need not be neighbors.
     rank_of_stage = assign_stages(layout.schedule, layout.pp)
     stages = [stage for stage, rank in enumerate(rank_of_stage) if rank == pp_rank]
     ranges = _split_layers(job.config, len(rank_of_stage))
@@ -62,6 +63,7 @@ def find_part(job: Job, layout: Layout, pp_rank: int) -> Part:
 
 @lru_cache(maxsize=64)  # asked for every layout, rank and formula, with few different answers
 def _split_layers(config: DecoderConfig, stages: int) -> list[range]:
+    # The ends cost as much as some blocks, so their stages get fewer blocks.
     blocks, embedding, head = decoder_costs(config)
     return split_layer_ranges(blocks, stages, first=embedding, last=head)
 
@@ -106,7 +108,11 @@ def count_in_flight(job: Job, layout: Layout, pp_rank: int, *, split: float = 0)
         >>> [count_in_flight(job, layout, rank, split=0.5) for rank in range(4)]
         [8.5, 8.5, 8.5, 10.5]
     """
-    p, v, m, rank = layout.pp, stages_per_rank(layout), num_microbatches(job, layout), pp_rank
+    # The letters of Narayanan et al.: p ranks with v stages each, and m microbatches.
+    p = layout.pp
+    v = stages_per_rank(layout)
+    m = num_microbatches(job, layout)
+    rank = pp_rank
     if p == 1:
         return 1
     # Pairs that wait for their backward, and for their weights' gradients alone, at each moment
@@ -121,6 +127,7 @@ def count_in_flight(job: Job, layout: Layout, pp_rank: int, *, split: float = 0)
         "dual_pipe_v": [(2 * p + 1, 0)],
     }
     return max(
+        # There are only v * m pairs in a step.
         min(full + halves, v * m) + split * min(halves, v * m)
         for full, halves in candidates[layout.schedule]
     )
@@ -170,8 +177,10 @@ def estimate_sharding(job: Job, layout: Layout, *, part: Part) -> Sharding:
         >>> found.ends, found.unit, found.ahead, found.scatter, found.ends_scatter
         (65792, 426496, 426496, 852992, 131584)
     """
-    units, item = compute_units(job, layout), job.itemsize
-    ends, blocks = get_ends(part, units, tied=job.config.tied), get_blocks(part, units)
+    units = compute_units(job, layout)
+    item = job.itemsize
+    ends = get_ends(part, units, tied=job.config.tied)
+    blocks = get_blocks(part, units)
     if layout.wrapped == 1:
         cast = item if job.precision.compute != job.precision.storage else 0
         return Sharding(ends=(ends.trained.whole + ends.frozen.whole) * cast)
@@ -180,10 +189,12 @@ def estimate_sharding(job: Job, layout: Layout, *, part: Part) -> Sharding:
     resident = 0 if reshards(layout) else blocks.gathered(item)
     block = 0 if resident else max(x.block.gathered(item) for x in kinds)
     unit = block and block + max(x.sharded_experts.gathered(item) for x in kinds)
+    # A stage cannot gather more blocks ahead than it has besides the current one.
     other_blocks = part.layers // stages_per_rank(layout) - 1
     prefetched = min(layout.prefetch, other_blocks) * unit
     scattered = (y.trained.gathered for x in kinds for y in (x.block, x.sharded_experts))
     first, last = separate_units(job, layout, part=part)
+    # As one unit the ends stay gathered through the step; as two they come and go.
     is_separate = first + last != Params()
     return Sharding(
         ends=resident if is_separate else ends.gathered(item) + resident,
@@ -230,11 +241,16 @@ def estimate_buffers(job: Job, layout: Layout, pp_rank: int) -> int:
         >>> estimate_buffers(job, Layout(), 0)
         0
     """
-    tokens, config = tokens_per_microbatch(job, layout), job.config
+    tokens = tokens_per_microbatch(job, layout)
+    config = job.config
     q, k, v, _ = attention_widths(config, layout)
-    ring = tokens * (2 * (k + v) * (job.itemsize + FP32) + q * FP32) if layout.ring > 1 else 0
+    ring = 0.0
+    if layout.ring > 1:
+        blocks = 2 * (k + v) * (job.itemsize + FP32)
+        ring = tokens * (blocks + q * FP32)
     if layout.pp == 1:
         return round(ring)
+    # Between stages tp shards the tokens of the hidden state.
     boundary = tokens * config.width / layout.tp * job.itemsize
     borders = pipeline_borders(layout, pp_rank) * (2 if stages_per_rank(layout) > 1 else 1)
     return round(ring + num_microbatches(job, layout) * borders * boundary)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from trainkit.tools.planning.plans import LayoutEstimate
 
+# Three flags of a recipe, then GiB of memory, and then traffic, time and speed.
 _HEADER = (
     "layout",
     "recompute",
@@ -46,13 +47,16 @@ def format_estimates(plans: Sequence[LayoutEstimate], *, limit: int | None = 10)
         layout  recompute  ...
     """
     fitting = [one for one in plans if one.fits]
+    # A layout that the model does not allow has no estimate of memory.
     large = [one for one in plans if not one.fits and one.memory is not None]
+    # One reason often excludes many layouts.
     impossible = Counter(one.refusal for one in plans if one.memory is None)
     lines = ["nothing fits"]
     if fitting:
         rows = [_HEADER, *map(_format_row, fitting[:limit])]
         host = [one.memory.host for one in fitting[:limit] if one.memory is not None]
         if any(host):
+            # After the peak, which does not contain it.
             cells = ["host", *(_format_number(size / 2**30) for size in host)]
             rows = [(*row[:4], cell, *row[4:]) for row, cell in zip(rows, cells, strict=True)]
         lines = _align_columns(rows)
@@ -101,6 +105,7 @@ def _format_number(x: float) -> str:
     """Format with three digits or more, without an exponent: 0.0123, 1.23, 123."""
     if x == 0 or x >= 100:
         return f"{x:.0f}"
+    # "g" alone would write large numbers with an exponent.
     return f"{x:.1f}" if x >= 10 else f"{x:.3g}"
 
 
@@ -109,6 +114,7 @@ def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
+            # A row of a refused layout has three flags and a reason.
             cell.ljust(width) if i < 3 or len(row) == 4 else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         )

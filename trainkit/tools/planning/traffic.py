@@ -98,15 +98,19 @@ def _estimate_fsdp(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]
     The experts of a rank of ep are gathered likewise over expert_fsdp. Gradients are scattered once
     per step, or with every microbatch. Replicas sum their shards once.
     """
-    part, units = find_part(job, layout, pp_rank), compute_units(job, layout)
-    ends, turns = get_ends(part, units, tied=job.config.tied), num_microbatches(job, layout)
+    part = find_part(job, layout, pp_rank)
+    units = compute_units(job, layout)
+    ends = get_ends(part, units, tied=job.config.tied)
+    turns = num_microbatches(job, layout)
     scatters = turns if layout.reduce == "each" else 1
     times = 2 if reshards(layout) else 1
     # With `reshard_over` blocks are gathered for backward over the axis "near" alone.
     far = 1 if layout.reshard_over else times
     first, last = separate_units(job, layout, part=part)
     # Units with their number, and how often a microbatch gathers each.
-    around = [(first, 1, times), (last, 1, 1)] if first + last != Params() else [(ends, 1, 1)]
+    around = [(ends, 1, 1)]
+    if first + last != Params():
+        around = [(first, 1, times), (last, 1, 1)]
     counts = units.counts(part.numbers)
     blocks = [(x.block, count, far) for x, count in counts]
     experts = [(x.sharded_experts, count, times) for x, count in counts]
@@ -122,9 +126,10 @@ def _estimate_fsdp(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]
         # In fp64: for each parameter the number of ranks on which it has a gradient, and two sums
         # that show whether all ranks have the same order of units.
         flags = own.tensors * _FP64
-        yield Transfer(axis, size, "all_reduce", int(calls > 0), flags + 2 * _FP64 * (calls > 0))
-        data, calls = own.shard * job.summed + flags, calls + (calls > 0)
-        yield Transfer("dp_replicate", layout.dp_replicate, "all_reduce", calls, data)
+        checks = int(calls > 0)
+        yield Transfer(axis, size, "all_reduce", checks, flags + 2 * _FP64 * checks)
+        data = own.shard * job.summed + flags
+        yield Transfer("dp_replicate", layout.dp_replicate, "all_reduce", calls + checks, data)
     again = [(unit, count, times - far) for unit, count, _ in blocks]
     yield _estimate_gathers(job, "near", layout.reshard_over, again, turns)
 
@@ -166,13 +171,17 @@ def _estimate_tensor_parallel(job: Job, layout: Layout, pp_rank: int) -> Iterato
     and of projections to latents, are summed once per step. The fused loss sums one number per
     token, and then two; the plain one gathers logits.
     """
-    part, turns = find_part(job, layout, pp_rank), num_microbatches(job, layout)
-    tokens, config = tokens_per_microbatch(job, layout), job.config
+    part = find_part(job, layout, pp_rank)
+    turns = num_microbatches(job, layout)
+    tokens = tokens_per_microbatch(job, layout)
+    config = job.config
     forwards = 1 if job.recompute == "none" else 2
-    dense, attention_inputs = part.layers - part.experts, list_attention_inputs(config)
+    dense = part.layers - part.experts
+    attention_inputs = list_attention_inputs(config)
     # Calls, and columns, of one pass over the inputs of all attention layers.
     input_calls = turns * part.layers * len(attention_inputs)
     input_columns = turns * part.layers * sum(attention_inputs)
+    # Of D columns: inputs of MLPs and head, and gradients of what forward has scattered.
     hidden_calls = turns * (part.layers + dense * (1 + forwards) + part.embedding + part.head)
     plain_calls = turns * part.head if job.loss == "plain" else 0
     calls = input_calls * forwards + hidden_calls + plain_calls
@@ -187,6 +196,7 @@ def _estimate_tensor_parallel(job: Job, layout: Layout, pp_rank: int) -> Iterato
     # Flat buffers of the gradients of replicated parameters, and a flag for each parameter.
     units = compute_units(job, layout)
     replicated = units.whole(part.numbers)
+    # tp replicates the norm before the head, and learned positions, as well.
     own = (replicated + units.norm * part.head + units.positions * part.embedding).trained
     calls = math.ceil(own.shard / BUCKET)
     yield Transfer("tp", layout.tp, "all_reduce", calls, (own.shard + own.tensors) * FP32)
@@ -207,10 +217,15 @@ def _estimate_sequence(job: Job, layout: Layout, pp_rank: int) -> Iterator[Trans
     tokens = tokens_per_microbatch(job, layout)
     q, k, v, out = attention_widths(job.config, layout)
     forwards = 1 if job.recompute == "none" else 2
-    block, n = round(tokens * (k + v)), layout.ring
+    # A block is the keys and values of one rank.
+    block = round(tokens * (k + v))
+    n = layout.ring
     sends = runs * ((forwards + 1) * (n - 1) + n)
-    data = runs * block * ((forwards + 1) * (n - 1) * job.itemsize + n * FP32)
+    # Bytes an element: keys and values in the dtype of computation, their gradients in fp32.
+    sent_per_element = (forwards + 1) * (n - 1) * job.itemsize + n * FP32
+    data = runs * block * sent_per_element
     yield Transfer("ring", n, "send", sends, data)
+    # In backward gradients go the same ways in the opposite direction.
     there, back = round(tokens * (q + k + v)), round(tokens * out)
     calls = runs * 2 * (forwards + 1)
     data = runs * (forwards + 1) * (there + back) * job.itemsize
@@ -219,8 +234,10 @@ def _estimate_sequence(job: Job, layout: Layout, pp_rank: int) -> Iterator[Trans
 
 def _estimate_sequence_gradients(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
     """`sync_sp_grads` over the axes of sp that FSDP does not reduce: flat buffers, once a step."""
-    part, units = find_part(job, layout, pp_rank), compute_units(job, layout)
-    own = (get_blocks(part, units) + get_ends(part, units, tied=job.config.tied)).trained
+    part = find_part(job, layout, pp_rank)
+    units = compute_units(job, layout)
+    ends = get_ends(part, units, tied=job.config.tied)
+    own = (get_blocks(part, units) + ends).trained
     names = [name for name in layout.axes["sp_unfolded"] if layout.count(name) > 1]
     axis = names[0] if len(names) == 1 else "sp"
     calls = math.ceil(own.shard / BUCKET)

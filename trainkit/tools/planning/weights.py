@@ -59,6 +59,7 @@ class Sizes:
             gathered=self.gathered * times,
             shard=self.shard * times,
             tensors=self.tensors * times,
+            # The largest of several equal tensors is as large as one.
             largest=self.largest if times else 0,
             short=self.short * times,
         )
@@ -137,10 +138,12 @@ class Units:
     @property
     def first_trained(self) -> int:
         """The index of the first block that a gradient reaches, or the number of blocks."""
+        # The gradient of the embedding passes through all blocks.
         if (self.embedding + self.positions).trained.whole:
             return 0
         is_trained = [bool((x.block + x.sharded_experts).trained.whole) for x in self.layers]
-        return next((i for i, kind in enumerate(self.kinds) if is_trained[kind]), len(self.kinds))
+        trained = (i for i, kind in enumerate(self.kinds) if is_trained[kind])
+        return next(trained, len(self.kinds))
 
     def counts(self, numbers: Sequence[int]) -> list[tuple[Layer, int]]:
         """Return the distinct blocks among some, each with its count."""
@@ -161,7 +164,9 @@ class Units:
         return sum((layer.whole * count for layer, count in self.counts(numbers)), Params())
 
 
+# A parameter's name (within its block, if it has one), its full shape, and its kind.
 _Parameter = tuple[str, tuple[int, ...], Kind]
+# What the parameters of a model depend on: hashable, for the caches below.
 _ModelKey = tuple[DecoderConfig, tuple[ModelTransform, ...], frozenset[str]]
 
 
@@ -190,6 +195,7 @@ def _list_parameters(
     config: DecoderConfig, plan_prefix: tuple[ModelTransform, ...], frozen: frozenset[str]
 ) -> tuple[_Parameter, ...]:
     """List all parameters of the full model: adapters too, and quantized ones as bytes."""
+    # The shapes of a plain decoder follow from its configuration, without making it.
     if not plan_prefix:
         shapes = parameter_shapes(config)
         return tuple((x, shapes[x], "frozen" if x in frozen else "trained") for x in shapes)
@@ -198,6 +204,7 @@ def _list_parameters(
         for transform in plan_prefix:
             model = transform(model, solo_parallel())
     return tuple(
+        # A detached parameter needs no gradient, and so counts as frozen.
         (name, tuple(p.shape), get_kind(p.detach() if name in frozen else p))
         for name, p in get_named_parameters([model]).items()
     )
@@ -213,7 +220,9 @@ def _compute_units(key: _ModelKey, tp: int, fsdp: int, ep: int) -> Units:
         if match := re.match(r"layers\.(\d+)\.(.+)", name):
             by_layer[int(match[1])].append((match[2], shape, kind))
         else:
-            part, dim = name.partition(".")[0], _find_tp_dim(name, has_wide_norms)
+            # The part is embedding, positions, norm or head.
+            part = name.partition(".")[0]
+            dim = _find_tp_dim(name, has_wide_norms)
             params = _make_params(_shard_shape(shape, dim, tp), kind, fsdp)
             ends[part] = ends.get(part, Params()) + params
     # Most layers are equal, so only distinct ones are computed.
@@ -259,14 +268,16 @@ def _make_layer(
         if _is_sharded_expert(name, ep)
     ]
     # Sharded by whole experts if these divide, else within each expert if its rows divide.
-    even = (dim for dim in (0, 1) if all(x[dim] % (fsdp // ep) == 0 for x in expert_shapes))
+    expert_fsdp = fsdp // ep
+    even = (dim for dim in (0, 1) if all(x[dim] % expert_fsdp == 0 for x in expert_shapes))
     expert_dim = next(even, 0)
     for name, shape, kind in parameters:
+        # Over tp an expert layer shards its tokens and replicates its matrices.
         is_expert_layer = has_experts and name.startswith("mlp.")
         dim = None if is_expert_layer else _find_tp_dim(name, has_wide_norms)
         if _is_sharded_expert(name, ep):
             local_shape = (shape[0] // ep, *shape[1:])
-            params = _make_params(local_shape, kind, fsdp // ep, dim=expert_dim)
+            params = _make_params(local_shape, kind, expert_fsdp, dim=expert_dim)
             sharded_experts += params
         else:
             params = _make_params(_shard_shape(shape, dim, tp), kind, fsdp)
@@ -284,17 +295,21 @@ def _find_tp_dim(name: str, has_wide_norms: bool) -> int | None:
     """Return the dimension that tensor parallelism shards a parameter along, or None."""
     matrix, _, adapter = name.partition(".lora.")
     if adapter:
-        dim, key = _find_tp_dim(f"{matrix}.weight", has_wide_norms), adapter.rpartition(".")[2]
+        # B has the matrix's rows and A its columns; each is sharded where those are.
+        dim = _find_tp_dim(f"{matrix}.weight", has_wide_norms)
+        key = adapter.rpartition(".")[2]
         return dim if (dim, key) in ((0, "b"), (0, "magnitude"), (1, "a")) else None
     if name.endswith(SCALES):
         # Scales of blocks in a row: if columns are sharded, each rank keeps them all.
         dim = _find_tp_dim(name.removesuffix(SCALES), has_wide_norms)
         return dim if dim == 0 else None
+    # These norms have a weight for each column of all heads, which tp divides.
     if has_wide_norms and name.endswith(("q_norm.weight", "k_norm.weight")):
         return 0
     replicated = "norm", "_latent", "k_rotary", "wo.bias", "down.bias", "positions"
     if any(part in name for part in replicated):
         return None
+    # wo and down are row-parallel: they read columns that tp divides, and sum over ranks.
     return 1 if name.endswith(("wo.weight", "down.weight")) else 0
 
 
@@ -307,6 +322,7 @@ def _make_params(shape: tuple[int, ...], kind: Kind, parts: int, *, dim: int = 0
     shard = math.ceil(shape[dim] / parts) * whole // shape[dim]  # the first shard is the largest
     sizes = Sizes(
         whole=whole,
+        # FSDP2 pads every shard to the size of the first.
         gathered=shard * parts,
         shard=shard,
         tensors=1,

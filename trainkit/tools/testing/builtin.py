@@ -241,6 +241,7 @@ LATENT = attrs.evolve(
     qk_norm=False,
     latents=models.Latents(query_rank=20, kv_rank=12, plain=10, rotary=8, values=6),
 )
+# Queries without a latent, as in DeepSeek-V2-Lite.
 NO_QUERY_RANK = attrs.evolve(LATENT, latents=attrs.evolve(LATENT.latents, query_rank=None))
 
 # Features of Gemma, OLMo 2 and GPT-2 that the other models lack, as many as can be combined.
@@ -249,17 +250,20 @@ GEMMA_LIKE = attrs.evolve(
     tied=True,
     norms=models.Norms(kind="offset", place="around"),
     feed_forward=models.FeedForward(activation="gelu_tanh"),
+    # Shorter than most documents, so that the window hides something from most queries.
     sliding=models.Sliding(window=9, full_every=2, rope_theta=500.0),
     rope_scaling=models.LinearScaling(4.0),
     query_scalar=6.0,
     score_softcap=2.0,
     logit_softcap=3.0,
+    # Gemma scales embeddings by the root of the width.
     embedding_scale=32**0.5,
 )
 OLMO_LIKE = attrs.evolve(
     SHALLOW,
     norms=models.Norms(place="after"),
     qk_norm="wide",
+    # Half of a head's 4 dimensions are rotated (partial rotary embeddings).
     rotary_dim=2,
     sliding=models.Sliding(window=20),
 )
@@ -331,8 +335,10 @@ def decoder_batch(step: int, *, rows: int = ROWS) -> Batch:
     bins = pack_bins(corpus.lengths, CAPACITY, multiple_of=16)
     rows_at = shuffle_epochs(len(bins), rows_per_step=rows, seed=0)
     batch = collate_bins(corpus, bins, rows_at(step))
-    lengths = torch.tensor([CAPACITY, 0, 5, CAPACITY // 2]).repeat(rows // 4).unsqueeze(1)
-    labels = torch.where(torch.arange(CAPACITY) < lengths, batch.labels, -100)
+    # Only so many first tokens of each row keep their label.
+    num_labels = torch.tensor([CAPACITY, 0, 5, CAPACITY // 2]).repeat(rows // 4)
+    is_labeled = torch.arange(CAPACITY) < num_labels.unsqueeze(1)
+    labels = torch.where(is_labeled, batch.labels, -100)
     keys = make_token_keys(batch.token_index, seed=0, step=step)
     return attrs.evolve(batch, labels=labels, extra={"noise_key": keys})
 
@@ -354,15 +360,19 @@ def answers_batch(step: int, *, rows: int = ROWS) -> Batch:
     tokens = random.integers(0, CONFIG.vocab_size, size=lengths.sum())
     corpus = TokenCorpus(tokens, np.append(0, lengths.cumsum()))
     bins = pack_pairs(corpus.lengths, CAPACITY, multiple_of=16)
-    batch = collate_bins(corpus, bins, shuffle_epochs(len(bins), rows_per_step=rows, seed=0)(step))
+    rows_at = shuffle_epochs(len(bins), rows_per_step=rows, seed=0)
+    batch = collate_bins(corpus, bins, rows_at(step))
+    # A step has at most 512 tokens (8 rows of 64), so no two steps share a value of `at`.
     at = batch.token_index.double() + 1000 * step
 
     # Smooth functions of the token's index in the step: equal values in every layout.
     def waves(phase: int, *sizes: int) -> torch.Tensor:
         count = int(np.prod(sizes, dtype=np.int64))
-        last = (at.unsqueeze(-1) * (1.3 + torch.arange(count)) + phase).sin()
+        frequencies = 1.3 + torch.arange(count)
+        last = (at.unsqueeze(-1) * frequencies + phase).sin()
         return last.view(*at.shape, *sizes)
 
+    # Steps of 5 keep the k ids of a token distinct modulo the vocabulary.
     ids = batch.token_index.unsqueeze(-1) * 7 + 5 * torch.arange(_TEACHER_TOP_K)
     extra = {
         "noise_key": make_token_keys(batch.token_index, seed=0, step=step),
@@ -370,10 +380,12 @@ def answers_batch(step: int, *, rows: int = ROWS) -> Batch:
         "kl": torch.full_like(at, 0.2),
         "weights": 1.5 + waves(0),
         "advantages": waves(1),
+        # An untrained model gives each of 64 tokens a log-probability of about -4.2.
         "old_logprobs": waves(2) - 4,
         "reference_logprobs": waves(3) - 4,
         "teacher_hidden": waves(4, _TEACHER_WIDTH),
         "teacher_ids": ids % CONFIG.vocab_size,
+        # Three probabilities of at most e^-2 each stay below 1 in sum.
         "teacher_logprobs": waves(5, _TEACHER_TOP_K) - 3,
     }
     return attrs.evolve(batch, extra=extra)
@@ -385,8 +397,10 @@ def loss_of_tokens(ps: Any) -> NamedLoss:
     Effects:
         None here; the loss communicates on `ps.tp`.
     """
+    # The output weight of the teacher `[V, 8]`, of which a rank of tp has its rows.
     full = torch.arange(CONFIG.vocab_size * _TEACHER_WIDTH).double().sin()
-    shard = full.view(CONFIG.vocab_size, -1).chunk(ps.tp.count)[ps.tp.index].to(ps.device)
+    shards = full.view(CONFIG.vocab_size, -1).chunk(ps.tp.count)
+    shard = shards[ps.tp.index].to(ps.device)
     policy = objectives.policy_gradient(objectives.ppo_clip(), entropy_weight=0.1)
     # The teacher's hidden states are a column of the batch, so its head has none of its own.
     teacher = objectives.distillation(Hidden(torch.empty(0), shard, ps.tp), beta=0.5)
@@ -441,6 +455,7 @@ def decoder_plan(ps: Any, case: LayoutCase) -> list[Transform]:
         ['tensor', 'sequence', 'expert', 'recompute', 'fsdp']
     """
     del ps
+    # "aot_eager" traces forward and backward as "inductor" does, but generates no code.
     blocks = [compile_blocks(backend="aot_eager")] if case.compiled else []
     return [
         tensor_parallel(),
@@ -490,12 +505,16 @@ def expert_cases() -> list[LayoutCase]:
         ({8, 2, 4}, {8, 2, 4})
     """
     return [
+        # Two ranks. Experts are sharded over ranks of dp_shard, or of a sequence axis that FSDP
+        # folds.
         LayoutCase(Layout(dp_shard=2, ep=2)),
         LayoutCase(Layout(dp_shard=2, ep=2), recompute="full"),
         LayoutCase(Layout(dp_shard=2, ep=2), recompute="0.5"),
         LayoutCase(Layout(dp_shard=2, ep=2), recompute="selective", compiled=True),
         LayoutCase(Layout(ring=2, ep=2)),
         LayoutCase(Layout(ulysses=2, ep=2)),
+        # Four ranks. Where ep is smaller than fsdp, the experts of a rank are sharded further, over
+        # expert_fsdp.
         LayoutCase(Layout(dp_shard=4, ep=2, reduce="each"), recompute="full"),
         LayoutCase(Layout(dp_shard=4, ep=4)),
         LayoutCase(Layout(dp_shard=4, ep=2, ep_adjacent=False)),
@@ -503,6 +522,7 @@ def expert_cases() -> list[LayoutCase]:
         LayoutCase(Layout(dp_replicate=2, dp_shard=2, ep=2, reduce="each")),
         LayoutCase(Layout(dp_shard=2, tp=2, ep=2)),
         LayoutCase(Layout(pp=2, dp_shard=2, ep=2), recompute="full"),
+        # Eight ranks: ep within every other axis, adjacent and strided.
         LayoutCase(Layout(dp_shard=8, ep=8)),
         LayoutCase(Layout(dp_shard=4, tp=2, ep=2)),
         LayoutCase(Layout(dp_replicate=2, dp_shard=4, ep=2)),
@@ -517,9 +537,12 @@ def expert_cases() -> list[LayoutCase]:
 
 _ZERO_BUBBLE = Layout(pp=2, dp_shard=2, schedule="zero_bubble_v", reshard_after_forward=False)
 _PIPELINES = [LayoutCase(Layout(pp=2)), LayoutCase(Layout(pp=2, dp_shard=2))]
+# FSDP, tensor parallelism, and both ends of a model on different ranks of a pipeline.
 _ENDS = [LayoutCase(Layout(dp_shard=2)), LayoutCase(Layout(tp=2)), LayoutCase(Layout(pp=2, tp=2))]
 _CASES: dict[str, list[LayoutCase]] = {
     "decoder": make_default_cases(),
+    # First and last stage each have a copy of the embedding; in a V schedule one rank has both
+    # stages.
     "tied decoder": [*_ENDS, *_PIPELINES, LayoutCase(Layout(pp=2, schedule="zero_bubble_v"))],
     "decoder with dropout": [
         *_ENDS,
@@ -659,6 +682,7 @@ def exact_cases() -> list[LayoutCase]:
         LayoutCase(Layout(ulysses=2, fold_sp="none")),
         LayoutCase(Layout(pp=2)),
         LayoutCase(Layout(pp=2, schedule="interleaved_zero_bubble")),
+        # Three ranks do not divide the rows, nor any dimension of a parameter.
         LayoutCase(Layout(dp_shard=3)),
         LayoutCase(Layout(dp_replicate=2, dp_shard=2)),
         LayoutCase(Layout(dp_replicate=2, dp_shard=2, reduce="each")),
@@ -684,6 +708,7 @@ def models_of_tier(tier: str, *, optimizers: bool = False) -> list[str]:
         >>> models_of_tier("exact"), models_of_tier("fp64")[0]
         (['exact model'], 'decoder')
     """
+    # adamw is the optimizer of every other model.
     stepped = [f"decoder with experts, by {name}" for name in OPTIMIZERS if name != "adamw"]
     others = [*list(MODELS)[:-1], *(stepped if optimizers else [])]
     if tier == "bf16":
@@ -748,6 +773,7 @@ def builtin_subjects(
         ('exact model', ['dp3'])
     """
     names = models_of_tier(tier, optimizers=optimizers)
+    # One list over all models, of which `pick` may take enough to have each pair of options once.
     rows = [
         (name, case)
         for name in names
@@ -770,6 +796,7 @@ def builtin_subjects(
 
 def _make_training(name: str, cases: Sequence[LayoutCase], *, tier: str, steps: int) -> Training:
     """Return the training of one of `MODELS`, with at least as many rows as a case has ranks."""
+    # "decoder with experts, by lion" is the model before the comma, trained by that optimizer.
     model_name, _, optimizer = name.partition(", by ")
     make_training = partial(
         Training, title=name, make_model=MODELS[model_name], tier=tier_called(tier), steps=steps
@@ -785,6 +812,7 @@ def _make_training(name: str, cases: Sequence[LayoutCase], *, tier: str, steps: 
             split=exact.split_exact,
             optimizer=exact.integer_steps,
             lr=64.0,  # the number of valid tokens: gradients become integers
+            # The factor of clipping is no integer.
             max_norm=None,
         )
     if name.startswith("foreign"):
@@ -813,6 +841,7 @@ def _make_training(name: str, cases: Sequence[LayoutCase], *, tier: str, steps: 
         training = attrs.evolve(training, optimizer=make)
     if name in IN_FEW_BITS:
         config, form = IN_FEW_BITS[name]
+        # The reference has plain matrices with the values that quantized ones stand for.
         plain = partial(with_adapters, config), partial(as_held, config, form)
         training = attrs.evolve(training, alone=plain)
     return training

@@ -8,6 +8,7 @@ import torch
 from trainkit.parallel.check_layout import find_problems
 from trainkit.types import Layout
 
+# Nearly every name has one of these.
 _SHORT = {"dp_replicate": "replica", "dp_shard": "dp"}
 
 
@@ -39,8 +40,10 @@ class LayoutCase:
     @property
     def name(self) -> str:
         """The degrees above 1, and every option that is not the default."""
-        layout, rows = self.layout, self.rows_per_microbatch
+        layout = self.layout
+        rows = self.rows_per_microbatch
         factors = [f"{_SHORT.get(name, name)}{n}" for name, n in layout.degrees.items() if n > 1]
+        # Each text with whether it is part of the name: options at their default are not.
         choices = {
             layout.schedule: layout.pp > 1,
             f"fold {layout.fold_sp}": layout.fold_sp != "all",
@@ -107,6 +110,7 @@ _DEFAULT_CASES = (
     LayoutCase(Layout(tp=2), recompute="selective"),
     LayoutCase(Layout(tp=2), compiled=True),
     LayoutCase(Layout(ring=2)),
+    # Without a fold the gradients are summed by `sync_sp_grads` and not by FSDP.
     LayoutCase(Layout(ring=2, fold_sp="none"), rows_per_microbatch=2),
     LayoutCase(Layout(ring=2), recompute="full"),
     LayoutCase(Layout(ulysses=2)),
@@ -128,11 +132,13 @@ _DEFAULT_CASES = (
     LayoutCase(Layout(pp=2), recompute="full"),
     # Three to six ranks. On 3 the rows, and most dimensions of the parameters, do not divide.
     LayoutCase(Layout(dp_shard=3)),
+    # Three stages of four layers are unequal.
     LayoutCase(Layout(pp=3)),
     LayoutCase(Layout(dp_shard=4)),
     LayoutCase(Layout(dp_shard=4, reshard_over=2, prefetch=2, separate_ends=True)),
     LayoutCase(Layout(dp_replicate=2, dp_shard=2)),
     LayoutCase(Layout(dp_replicate=2, dp_shard=2, reduce="each"), recompute="selective"),
+    # One key head a rank.
     LayoutCase(Layout(tp=4)),
     LayoutCase(Layout(ring=4)),
     LayoutCase(Layout(ulysses=4)),
@@ -161,6 +167,7 @@ _DEFAULT_CASES = (
     LayoutCase(Layout(dp_shard=3, tp=2)),
     # Eight ranks: combinations of three axes, and the largest degree of two.
     LayoutCase(Layout(dp_shard=8)),
+    # As many ranks as query heads, and twice as many as key heads, which are repeated.
     LayoutCase(Layout(ulysses=8)),
     LayoutCase(Layout(pp=2, dp_shard=2, tp=2)),
     LayoutCase(

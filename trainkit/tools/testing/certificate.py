@@ -71,6 +71,7 @@ class CertificateRow:
 
     layout: str
     world: int
+    # A row without results is outside of every bound.
     loss: float = float("inf")
     grad_norm: float = float("inf")
     parameters: float = float("inf")
@@ -126,6 +127,7 @@ def is_within(row: CertificateRow, tier: Tier) -> bool:
         (True, False)
     """
     return (
+        # NaN is within no bound.
         row.loss <= tier.loss_bound
         and row.grad_norm <= tier.norm_bound
         and row.parameters <= tier.bound
@@ -205,6 +207,7 @@ def _list_failures(certificate: Certificate) -> list[str]:
 
 def _format_cells(row: CertificateRow) -> tuple[str, ...]:
     numbers = [
+        # A bare 0 means equal bit for bit.
         "-" if row.error else "0" if x == 0 else f"{x:.1e}"
         for x in (row.loss, row.grad_norm, row.parameters, row.state)
     ]

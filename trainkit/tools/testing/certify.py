@@ -67,7 +67,6 @@ def certify(
     title: str | None = None,
     timeout: float = 60.0,
     log: Log | None = None,
-    alone: tuple[Callable[[], nn.Module], Weights] | None = None,
     device: str = "cpu",
 ) -> Certificate:
     """Train a model for some steps in each layout, and compare it with one process.
@@ -107,8 +106,6 @@ def certify(
         title: Name of the model in the certificate; that of `make_model` by default.
         timeout: Seconds after which a layout counts as hung.
         log: Called with a line after every layout: its result, and the time left.
-        alone: `make_model` and `weights` of the reference, where quantized matrices are compared
-            with plain ones of the same values; see `adapters.frozen.round_weights`.
         device: "cpu", or "cuda" for one rank on each GPU, with NCCL. The bounds of the tiers were
             measured on CPUs.
 
@@ -145,6 +142,7 @@ def certify(
     chosen = tier_called(tier)
     is_exact = chosen.name == "exact"
     training = Training(
+        # A partial has no name, so that its type has to do.
         title=title or getattr(make_model, "__name__", type(make_model).__name__),
         tier=chosen,
         make_model=make_model,
@@ -157,8 +155,8 @@ def certify(
         optimizer=optimizer or (integer_steps if is_exact else certificate_optimizer),
         split=split,
         lr=lr,
+        # The factor of clipping is no integer.
         max_norm=None if is_exact else max_norm,
-        alone=alone,
     )
     return certify_together([(training, cases)], timeout=timeout, log=log, device=device)[0]
 
@@ -192,6 +190,7 @@ def certify_together(
         _check_training(training, cases)
         check_devices("certify", max(case.world for case in cases), device)
     trainings = [training for training, _ in subjects]
+    # One rank returns one result, which has an entry for each model.
     (references,) = run_ranks(
         _train_references, 1, *trainings, timeout=timeout * len(subjects), device=device
     )
@@ -203,6 +202,7 @@ def certify_together(
     found: dict[int, CertificateRow] = {}
     report = partial(_report_progress, log, jobs, found, start=time.monotonic())
     for world in sorted({job.case.world for job in jobs}):
+        # Layouts with equal numbers of ranks share a start, whose processes warm up once.
         remaining = {index: job for index, job in enumerate(jobs) if job.case.world == world}
         while remaining:  # a layout that fails ends its start; those after it run in the next
             found |= _run_jobs(remaining, timeout, report, device)
@@ -229,6 +229,7 @@ def _check_training(training: Training, cases: Sequence[LayoutCase]) -> None:
         raise ValueError(f"certify: steps must be at least 1, got {training.steps}")
     if not cases:
         raise ValueError("certify: there must be at least one case, got none")
+    # A row of the certificate has nothing but its name to say which case it is.
     names = [case.name for case in cases]
     duplicates = sorted({name for name in names if names.count(name) > 1})
     if duplicates:
@@ -237,6 +238,7 @@ def _check_training(training: Training, cases: Sequence[LayoutCase]) -> None:
             "distinguish them by `note`"
         )
     loss = training.loss
+    # A `Loss` takes an output and a batch, and a `MakeLoss` the `ParallelState` alone.
     if not hasattr(loss, "terms") and len(inspect.signature(loss).parameters) != 1:
         raise ValueError(
             f"certify: {loss} is neither a Loss with its terms nor a function of the "
@@ -290,6 +292,7 @@ def _make_packing_row(training: Training) -> CertificateRow | None:
     with torch.no_grad():
         if not tensors_of(training.call(model, batch), batch.input_ids.shape):
             return None
+    # One process has the tokens of its batch, by definition.
     row = CertificateRow("packed documents", 1, batches=True)
     try:
         found = check_packing(model, training.call, batch=batch)
@@ -298,6 +301,7 @@ def _make_packing_row(training: Training) -> CertificateRow | None:
     return attrs.evolve(
         row,
         loss=found.output,
+        # This row has no training, so its columns for that are 0.
         grad_norm=0.0,
         parameters=found.gradient,
         state=0.0,
@@ -320,6 +324,7 @@ def _run_jobs(
     with tempfile.TemporaryDirectory(prefix="trainkit_certify_") as folder:
         rows: dict[int, CertificateRow] = {}
 
+        # `run_ranks` calls this while it waits; True starts its timeout anew.
         def update_rows() -> bool:
             new_rows = _read_rows(jobs, Path(folder), skip=rows)
             rows.update(new_rows)
@@ -343,11 +348,14 @@ def _run_jobs(
             )
         except RankError as error:
             update_rows()
+            # Ranks take the layouts in order, so the first without a result is the one that failed.
             failed = next((index for index in jobs if index not in rows), None)
             if failed is None:
                 raise
+            # The first line says what happened; the traceback of the rank is below it.
             message, _, traceback = str(error).partition("\n")
-            message, name = message.removeprefix("run_ranks: "), jobs[failed].case.name
+            message = message.removeprefix("run_ranks: ")
+            name = jobs[failed].case.name
             rows[failed] = CertificateRow(name, world, error=message, traceback=traceback)
             report(rows)
         else:
@@ -374,6 +382,7 @@ def _read_rows(
         paths = [folder / f"{index}_{rank}" for rank in range(job.case.world)]
         if index in skip or not all(path.exists() for path in paths):
             continue
+        # JSON has no tuples: offsets and shapes come back as lists.
         ranks = [Differences(**json.loads(path.read_text())) for path in paths]
         reference = job.reference
         parameters = _find_largest_differences(
@@ -381,6 +390,7 @@ def _read_rows(
         )
         state = _find_largest_differences(reference.state, ranks, [rank.state for rank in ranks])
         differences = parameters | state
+        # Each column shows the worst rank.
         rows[index] = CertificateRow(
             job.case.name,
             job.case.world,
@@ -402,6 +412,7 @@ def _find_largest_differences(
     by_rank: Sequence[Mapping[str, float]],
 ) -> dict[str, float]:
     """Return the largest difference over ranks by name; infinity if the shards have gaps."""
+    # Each rank compares its own shards, which would not show elements that no rank has.
     result = {name: 0.0 if _is_covered(name, x, ranks) else math.inf for name, x in wanted.items()}
     for differences in by_rank:
         for name, difference in differences.items():
@@ -438,6 +449,7 @@ def _describe_other_parameters(reference: Outcome, ranks: Sequence[Differences])
 
 def _is_covered(name: str, full: Held, ranks: Sequence[Differences]) -> bool:
     """Return whether the shards of all ranks cover a tensor."""
+    # A mask, not a sum of sizes: replicas have the same elements several times.
     covered = np.zeros(full.values.shape, bool)
     for offset, shape in (rank.held[name] for rank in ranks if name in rank.held):
         sizes = zip(offset, shape, strict=True)
@@ -459,8 +471,10 @@ def _report_progress(
     done = {**found, **new_rows}
     newest = list(new_rows)[-1]
     job = jobs[newest]
+    # Ranks share the cores, so the time of a layout is about proportional to its ranks.
     ranks = sum(jobs[index].case.world for index in done)
-    left = (time.monotonic() - start) * (sum(job.case.world for job in jobs) / ranks - 1)
+    all_ranks = sum(job.case.world for job in jobs)
+    left = (time.monotonic() - start) * (all_ranks / ranks - 1)
     verdict = "ok" if is_within(done[newest], job.training.tier) else "RED"
     log(
         f"{verdict} {job.training.title}: {job.case.name} ({len(done)} of {len(jobs)}, about "

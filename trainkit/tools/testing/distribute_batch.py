@@ -43,6 +43,7 @@ def distribute_batch(
     zeros = {name: torch.zeros_like(batch[name][:1]) for name in batch.extra}
     # assign_rows uses the index -1 for padding rows.
     singles = [*split_batch(batch, 1), attrs.evolve(padding, extra=zeros)]
+    # One microbatch takes the rows of the rank that has most.
     rows_per_microbatch = rows_per_microbatch or math.ceil(total / data_shard.rows.count)
     microbatches = []
     for indices in assign_rows(total, data_shard.rows, rows_per_microbatch=rows_per_microbatch):

@@ -50,6 +50,7 @@ class ExactModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        # None on the pipeline stages that have no such end.
         self.embedding: nn.Embedding | None = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleDict({str(i): ExactBlock() for i in range(LAYERS)})
         self.head: nn.Linear | None = nn.Linear(WIDTH, VOCABULARY, bias=False)
@@ -118,7 +119,8 @@ def exact_weights(name: str, shape: Sequence[int], offset: Sequence[int]) -> Ten
         tensor([-1.,  0.,  1.])
     """
     # `+ 0.0` turns -0.0 into 0.0.
-    return counters.normal(make_key(0, name), shape, offset).mul_(0.6).round_().clamp_(-1, 1) + 0.0
+    values = counters.normal(make_key(0, name), shape, offset)
+    return values.mul_(0.6).round_().clamp_(-1, 1) + 0.0
 
 
 def exact_batch(step: int) -> Batch:
@@ -128,10 +130,14 @@ def exact_batch(step: int) -> Batch:
         >>> [int((row >= 0).sum()) for row in exact_batch(0).labels]
         [16, 0, 3, 13, 16, 8, 0, 8]
     """
+    # 128 tokens in 8 documents, each as long as a row.
     random = np.random.default_rng(step)
-    corpus = TokenCorpus(random.integers(0, VOCABULARY, ROWS * LENGTH), np.arange(0, 129, LENGTH))
+    tokens = random.integers(0, VOCABULARY, ROWS * LENGTH)
+    corpus = TokenCorpus(tokens, np.arange(0, ROWS * LENGTH + 1, LENGTH))
     batch = collate_bins(corpus, pack_bins(corpus.lengths, LENGTH), np.arange(ROWS))
+    # 16 + 3 + 13 + 16 + 8 + 8 = 64 labels, a power of two, by which fp64 divides exactly.
     lengths = torch.tensor([16, 0, 3, 13, 16, 8, 0, 8]).unsqueeze(1)
+    # Any targets serve; 7 minus a token is in the vocabulary and never the token itself.
     labels = torch.where(torch.arange(LENGTH) < lengths, 7 - batch.input_ids, IGNORED_LABEL)
     return attrs.evolve(batch, labels=labels)
 
@@ -154,7 +160,9 @@ class IntegerSteps(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:  # the update is elementwise, so local shards suffice
                     local, grad = get_local_box(p).local, get_local_box(p.grad).local
-                    local.copy_((local - (grad * group["lr"]).round() + 1).remainder(3) - 1)
+                    # (w - g + 1) mod 3 is 0, 1 or 2.
+                    moved = local - (grad * group["lr"]).round() + 1
+                    local.copy_(moved.remainder(3) - 1)
 
 
 def integer_steps(stages: Sequence[nn.Module], axis: Axis) -> torch.optim.Optimizer:

@@ -25,6 +25,7 @@ HEAD_SIZE = 8
 LAYERS = 2
 LENGTH = 64
 
+# The head shares the embedding's shard of the vocabulary, and gathers its logits for a plain loss.
 STYLES = {
     "embedding": "vocabulary",
     "layers.*.[qkv]": "column",
@@ -49,6 +50,7 @@ class ForeignBlock(nn.Module):
         """Map `[B, S, D]` to `[B, S, D]`; `mask` `[B, 1, S, S]` is true where queries attend."""
         y = self.norm(x)
         q, k, v = (
+            # -1 and not the number of heads, of which a rank of tp has fewer.
             project(y).unflatten(-1, (-1, HEAD_SIZE)).transpose(1, 2)
             for project in (self.q, self.k, self.v)
         )
@@ -72,16 +74,20 @@ class ForeignModel(nn.Module):
         self.sometimes = nn.Linear(WIDTH, WIDTH) if sometimes else None
         self.norm: nn.LayerNorm | None = nn.LayerNorm(WIDTH)
         self.head: nn.Linear | None = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        # Tied as in plain torch: both modules have one parameter.
         self.head.weight = self.embedding.weight
         self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
 
     def forward(self, x: Tensor, *, position_ids: Tensor, document_ids: Tensor) -> Tensor:
         """Map ids `[B, S]` to logits `[B, S, V]`; a pipeline stage does its part of that."""
+        # Only the first stage has positions; on a later one `x` is the hidden state.
         if self.positions is not None:
+            # `[B, 1, 1]`: the first token of a row decides for all of it.
             is_used = (x[:, :1, None] % 7 == 1).to(self.scale)
             x = self.embedding(x) * self.scale + self.positions(position_ids)
             if self.sometimes is not None and is_used.any():
                 x = x + is_used * self.sometimes(x)
+        # `[B, S, S]`: pairs of tokens of one document; `tril` leaves the causal ones.
         same = document_ids.unsqueeze(1) == document_ids.unsqueeze(2)
         mask = same.tril().unsqueeze(1)
         for block in self.layers.values():

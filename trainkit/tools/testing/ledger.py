@@ -116,7 +116,8 @@ class _Counting(TorchDispatchMode):
         self, sizes: dict[tuple[str, int, str], list[int]], names: Mapping[str, str]
     ) -> None:
         super().__init__()
-        self.sizes, self.names = sizes, names
+        self.sizes = sizes
+        self.names = names
 
     def __torch_dispatch__(
         self,
@@ -148,9 +149,11 @@ def _find_group(value: Any) -> dist.ProcessGroup | None:
     """Return the process group of an argument: the group, a boxed one, or its name."""
     if isinstance(value, dist.ProcessGroup):
         return value
+    # Functional collectives name their group by a string, and their reduction too.
     if isinstance(value, str) and value not in ("sum", "avg", "max", "min", "product"):
         name: Any = value
         return dist.distributed_c10d._resolve_process_group(name)  # noqa: SLF001 (from 2.11 on)
+    # Operators of c10d get the group in an object of TorchScript.
     boxed: Any = value
     if isinstance(boxed, torch.ScriptObject) and "ProcessGroup" in str(boxed._type()):  # noqa: SLF001 (no public name)
         return dist.ProcessGroup.unbox(boxed)

@@ -106,16 +106,21 @@ def check_packing(
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     batch = to_device(_default_batch(model) if batch is None else batch, device)
-    name, model = type(model).__name__, _convert_to_widest(model, call, batch)
+    name = type(model).__name__
+    model = _convert_to_widest(model, call, batch)
+    # Quantized codes are integers, and say nothing about the arithmetic.
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    # A model in several dtypes is as exact as the least precise of them.
     dtype = max(dtypes, key=lambda x: torch.finfo(x).eps, default=torch.float64)
     bound = PACKING_BOUNDS[dtype] if bound is None else bound
     documents = [
+        # Ids below 0 are padding, which belongs to no document. Phases differ between documents.
         _Document(row, index, (ids == index).nonzero().flatten(), phase=5 * row + index)
         for row, ids in enumerate(batch.document_ids)
         for index in range(int(ids.max()) + 1)
     ]
     alone = [_select_document(batch, document) for document in documents]
+    # Outputs first: forward passes alone find most leaks, and name the document.
     outputs = _compare_outputs(call, model, batch, documents, alone)
     off = [index for index, difference in enumerate(outputs) if difference > bound]
     if off:
@@ -156,11 +161,13 @@ def _check_gradients(
             call,
             model,
             one,
+            # Alone, a document is row 0 of its batch, from column 0 on.
             [attrs.evolve(document, row=0, columns=torch.arange(len(document.columns)))],
         )
         for document, one in zip(documents, alone, strict=True)
     ]
     packed = _compute_gradient(call, model, batch, documents)
+    # The packed gradient must be the sum of those of the documents alone.
     total = {key: torch.stack([own[key] for own in wanted]).sum(0) for key in packed}
     gradients = _compare_gradients(packed, total)
     worst = max(gradients, key=lambda key: gradients[key], default="")
@@ -186,6 +193,7 @@ def _check_gradients(
 def _convert_to_widest(model: nn.Module, call: Call, batch: Batch) -> nn.Module:
     """Return a copy of a model in fp64, or else in fp32, or else in the dtypes that it has."""
     for dtype in (torch.float64, torch.float32):
+        # Dropout would draw other noise for other shapes.
         copied = copy.deepcopy(model).to(dtype).eval()
         try:
             with torch.no_grad(), warnings.catch_warnings(action="ignore"):
@@ -205,6 +213,7 @@ def _default_batch(model: nn.Module) -> Batch:
             where="batch",
         )
     positions = torch.arange(48).view(2, 24)
+    # Three documents a row: of 7, 12 and 5 tokens in the first, of 8 each in the second.
     starts = torch.zeros(2, 24, dtype=torch.bool)
     for row, column in ((0, 7), (0, 19), (1, 8), (1, 16)):
         starts[row, column] = True
@@ -218,6 +227,7 @@ def _select_document(batch: Batch, document: _Document) -> Batch:
         name: batch[name][document.row, document.columns].unsqueeze(0)
         for name in (*BATCH_TENSORS, *batch.extra)
     }
+    # It is document 0 of its batch; its positions start at 0 in any row.
     tensors["document_ids"] = torch.zeros_like(tensors["document_ids"])
     own = [tensors.pop(name) for name in BATCH_TENSORS]
     spans = spans_of_lengths(np.array([len(document.columns)]), device=own[0].device)
@@ -274,8 +284,10 @@ def _compute_gradient(
     for document in documents:
         for x in outputs:
             own = x[document.row, document.columns]
+            # Weights in fp64 make the sum fp64, which adds no rounding to that of the model.
             angles = torch.arange(own.numel(), device=own.device) + document.phase
-            total = total + (own * angles.double().sin().view(own.shape)).sum()
+            weights = angles.double().sin().view(own.shape)
+            total = total + (own * weights).sum()
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not named:
         return {}
@@ -299,6 +311,7 @@ def _compare_gradients(
 def _relative_difference(found: Tensor, wanted: Tensor, *, floor: float = 0.0) -> float:
     """Return max|a - b| / max|b|; infinity where only one of them is finite."""
     finite = wanted.isfinite()
+    # Comparisons with NaN are false, so a model that overflows only when packed would pass.
     if not torch.equal(found.isfinite(), finite):
         return float("inf")
     found, wanted = found[finite], wanted[finite]

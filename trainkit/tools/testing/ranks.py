@@ -55,7 +55,8 @@ class RankError(RuntimeError):
 
     def __init__(self, message: str, *, rank: int, text: str = "") -> None:
         super().__init__(f"{message}\n{text}" if text else message)
-        self.rank, self.text = rank, text
+        self.rank = rank
+        self.text = text
 
 
 @attrs.frozen
@@ -308,7 +309,8 @@ def _list_sources(values: Sequence[Any]) -> tuple[tuple[str, str], ...]:
     The functions are those among the values, and in the fields of attrs records among these.
     """
     sources: dict[str, str] = {}
-    fields = [x for y in values if attrs.has(type(y)) for x in attrs.astuple(y, recurse=False)]
+    records = [value for value in values if attrs.has(type(value))]
+    fields = [field for record in records for field in attrs.astuple(record, recurse=False)]
     for value in (*values, *fields):
         fn = value
         while isinstance(fn, partial):

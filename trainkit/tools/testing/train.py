@@ -51,8 +51,10 @@ MakePlan = Callable[[ParallelState, LayoutCase], Sequence[ModelTransform]]
 """`MakePlan(ps, case) -> transforms`: the plan of `build_stages` in a case."""
 
 MakeLoss = Callable[[ParallelState], Loss]
-MakeStages = Callable[[ParallelState], Stages]
 """`MakeLoss(ps) -> Loss`: for a loss that communicates."""
+
+MakeStages = Callable[[ParallelState], Stages]
+"""`MakeStages(ps) -> stages`: by `build_stages`, or of a plain module for the reference."""
 
 Optimizers = Callable[[Sequence[nn.Module], Axis], torch.optim.Optimizer]
 """`Optimizers(stages, pp) -> optimizer` of a rank's stages, with the pipeline's axis."""
@@ -137,7 +139,11 @@ def certificate_optimizer(stages: Sequence[nn.Module], axis: Axis) -> torch.opti
 
 @attrs.frozen(eq=False, kw_only=True)
 class Training:
-    """The arguments of `certify` that are equal in every layout."""
+    """The arguments of `certify` that are equal in every layout.
+
+    `alone` are `make_model` and `weights` of the reference, where quantized matrices are compared
+    with plain ones of the same values; see `adapters.frozen.round_weights`.
+    """
 
     title: str
     tier: Tier
@@ -164,9 +170,11 @@ def train_plain(training: Training) -> Outcome:
         Opens the process group of one rank and closes it.
     """
     model = plain_model(training)
+    # With all rows in one microbatch no gradients accumulate: the plainest form of a step.
     return _train(
         training,
         LayoutCase(rows_per_microbatch=None),
+        # Every axis has one rank, so nothing communicates.
         lambda ps: attach_axes([model.to(ps.device)], ps),
     )
 
@@ -179,6 +187,7 @@ def plain_model(training: Training) -> nn.Module:
     with torch.no_grad():
         for name, p in model.named_parameters():
             fill = partial(fills[name], weights) if name in fills else weights
+            # The box of the whole tensor begins at the origin.
             p.copy_(fill(name, tuple(p.shape), (0,) * p.ndim))
     return model
 
@@ -212,6 +221,7 @@ def _train(training: Training, case: LayoutCase, make_stages: MakeStages) -> Out
         loss: Any = training.loss
         forward_backward = make_forward_backward(
             stages,
+            # A `Loss` has terms; a `MakeLoss` makes one for this layout.
             loss if hasattr(loss, "terms") else loss(ps),
             call=training.call,
             reduce=case.layout.reduce,
@@ -220,6 +230,7 @@ def _train(training: Training, case: LayoutCase, make_stages: MakeStages) -> Out
         norms: list[Tensor] = []
         hashes: list[int] = []
         for step in range(training.steps):
+            # A recipe's step, in its order; only the batch comes without a corpus.
             microbatches = distribute_batch(
                 training.make_batches(step),
                 ps.data_shard,
@@ -271,6 +282,7 @@ def _get_state(
     for name, p in named.items():
         owner = name.removesuffix(COPY_SUFFIX)  # of a tied embedding, which the last stage copies
         for key, value in optimizer.state.get(p, {}).items():
+            # Some optimizers count steps in Python numbers, which must agree as well.
             if isinstance(value, Tensor | int | float):
                 copy = name.removeprefix(owner)
                 state[f"{owner}/{key}{copy}"] = torch.as_tensor(value)
@@ -292,13 +304,16 @@ def compare_layout(training: Training, case: LayoutCase, wanted: Outcome) -> Dif
     largest: dict[str, float] = {}
     for name, part in wanted.state.items():
         kind = name.partition("/")[2]  # "" of a buffer, which has no such floor
-        largest[kind] = max(largest.get(kind, 0.0), _find_largest(part.values) if kind else 0.0)
+        size = _find_largest(part.values) if kind else 0.0
+        largest[kind] = max(largest.get(kind, 0.0), size)
     boxes = found.parameters | found.state
     return Differences(
         {
             name: relative(found.terms.get(name, []), wanted.terms.get(name, []))
             for name in found.terms | wanted.terms
         },
+        # A stage with nothing to train has its norms in fp32, to which those of the reference are
+        # rounded.
         relative(found.norms, np.asarray(wanted.norms, found.norm_dtype)),
         _compute_distances(found.parameters, wanted.parameters, floors={}),
         _compute_distances(
@@ -320,7 +335,8 @@ def _compute_distances(
     distances: dict[str, float] = {}
     for name, part in found.items():
         # A rank that holds both ends of a pipeline has a tied parameter twice.
-        owner, distance = name.removesuffix(COPY_SUFFIX), math.inf
+        owner = name.removesuffix(COPY_SUFFIX)
+        distance = math.inf
         if owner in wanted:
             distance = _compute_distance(part, wanted[owner].values, floor=floors.get(owner, 0.0))
         distances[owner] = max(distance, distances.get(owner, 0.0))
@@ -335,22 +351,30 @@ def relative(found: Any, wanted: Any) -> float:
         (0.5, inf)
     """
     a, b = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
-    return _compute_distance(Held(a, (0,) * a.ndim), b) if a.shape == b.shape else math.inf
+    if a.shape != b.shape:
+        return math.inf
+    return _compute_distance(Held(a, (0,) * a.ndim), b)
 
 
 def _find_largest(values: np.ndarray[Any, Any]) -> float:
+    # Elements that are not finite count as 0: `_compute_distance` compares where these are.
     finite = np.isfinite(values)
     return float(np.abs(values, where=finite, out=np.zeros_like(values)).max(initial=0.0))
 
 
 def _compute_distance(part: Held, full: np.ndarray[Any, Any], *, floor: float = 0.0) -> float:
-    a, sizes = part.values, zip(part.offset, part.values.shape, strict=True)
+    a = part.values
+    sizes = zip(part.offset, part.values.shape, strict=True)
+    # A shard beyond the end of the tensor would give a shorter slice, not an error.
     b = full[tuple(slice(start, start + size) for start, size in sizes)]
     if a.shape != b.shape or not np.array_equal(np.isfinite(a), np.isfinite(b)):
         return math.inf
-    distance = float(np.abs(a - b, where=np.isfinite(b), out=np.zeros_like(b)).max(initial=0.0))
+    gaps = np.abs(a - b, where=np.isfinite(b), out=np.zeros_like(b))
+    distance = float(gaps.max(initial=0.0))
+    if distance == 0:
+        return 0.0
     largest = max(_find_largest(full), floor)
-    return 0.0 if distance == 0 else distance / largest if largest else math.inf
+    return distance / largest if largest else math.inf
 
 
 def _make_typed_model(make_model: Callable[[], nn.Module], tier: Tier) -> nn.Module:
@@ -358,6 +382,7 @@ def _make_typed_model(make_model: Callable[[], nn.Module], tier: Tier) -> nn.Mod
     model = make_model()
     # `reversed`, so that the message names the first parameter of each dtype.
     first = {p.dtype: name for name, p in reversed([*model.named_parameters()])}
+    # By precision: fp64 has the smallest epsilon, bf16 the largest.
     dtypes = sorted((x for x in first if x.is_floating_point), key=lambda x: torch.finfo(x).eps)
     if len(dtypes) < 2:
         return model.to(getattr(torch, tier.dtype))
@@ -376,4 +401,6 @@ def _make_typed_model(make_model: Callable[[], nn.Module], tier: Tier) -> nn.Mod
 
 def _get_shard(tensor: Tensor) -> Held:
     box = get_local_box(tensor)
-    return Held(box.local.detach().to(torch.float64).cpu().numpy().copy(), box.offset)
+    # In fp64 on a CPU all steps before `copy` return the memory of the tensor itself.
+    values = box.local.detach().to(torch.float64).cpu().numpy()
+    return Held(values.copy(), box.offset)

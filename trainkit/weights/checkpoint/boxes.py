@@ -36,6 +36,7 @@ DTYPES = {
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 """The dtypes that weights may have and be cast to."""
 
+# "model/NAME" or "optimizer/KEY/NAME".
 _TENSOR_NAME = re.compile("model/.+|optimizer/.*/.*")
 _MAX_DIMS = 16
 _MAX_ELEMENTS = 2**53
@@ -214,6 +215,7 @@ def _are_disjoint(boxes: _Boxes) -> bool:
         if len(group) < 2:
             continue
         dims = range(len(group[0][0]))
+        # The first dimension along which a cut separates any of them.
         parts = next((p for dim in dims if len(p := _split_along(group, dim)) > 1), None)
         if parts is None:
             return False
@@ -225,6 +227,7 @@ def _split_along(boxes: _Boxes, dim: int) -> list[_Boxes]:
     """Split boxes along a dimension, wherever no box crosses the cut."""
     parts: list[_Boxes] = []
     end = -1
+    # `end` is where the last of the boxes so far ends: one that starts there opens a new part.
     for box in sorted(boxes, key=lambda box: box[0][dim]):
         if box[0][dim] >= end:
             parts.append([])

@@ -179,6 +179,7 @@ def _find_missing_keys(
 ) -> list[str]:
     """Return the moments of a parameter that a checkpoint should hold and does not."""
     missing = sorted(key for key in keys if f"optimizer/{key}/{name}" not in index)
+    # It has some of them: then it was stepped, and must have all.
     if len(missing) < len(keys):
         return missing
     # A parameter that never had a gradient has no moments. Format 1 does not list those.
@@ -193,6 +194,7 @@ def _is_possible(value: Any, expected: Any) -> bool:
     # type() and not isinstance(): True is an int in Python, but not a count.
     if isinstance(expected, Tensor) or type(value) not in (int, float):
         return type(value) is type(expected)
+    # A float may be any number; a count starts at 0.
     return type(expected) is float or (type(expected) is not str and value >= 0)
 
 

@@ -45,6 +45,7 @@ def describe_checkpoint(path: Path | str) -> dict[str, Any]:
         row |= {key: manifest.get(key) for key in _FROM_MANIFEST}
         expected = {file: entry["size"] for file, entry in manifest["files"].items()}
         row["bytes"] = sum(expected.values())
+        # Equal tables: no file is missing, and none is there in addition.
         if sizes == expected and manifest.get("version") in READABLE[FORMAT]:
             return row | {"complete": True, "problems": []}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -82,8 +82,10 @@ def diff_checkpoints(a: Path | str, b: Path | str, *, values: bool = False) -> d
         }
         report["values"] = {name: gap for name, gap in compared.items() if gap["unequal"]}
         report["bytes"] = not report["values"]
-    unequal = any(report["tensors"].values()) or report["state"] or report["bytes"] is False
-    report["same"] = not unequal if report["bytes"] is not None or unequal else None
+    is_unequal = any(report["tensors"].values()) or report["state"] or report["bytes"] is False
+    # Nothing that was compared differs, but the bytes could not be compared.
+    is_unknown = report["bytes"] is None and not is_unequal
+    report["same"] = None if is_unknown else not is_unequal
     return report
 
 

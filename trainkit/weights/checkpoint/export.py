@@ -306,8 +306,9 @@ def write_weights(
                 }
 
         files = {f: hashes for part in _run_on_all(write, axis) for f, hashes in part.items()}
-        seal = partial(_seal_folder, staging, files, extra_files, origin)
-        _run_on_all(seal if axis.index == 0 else lambda: None, axis)
+        # The manifest comes last, since it has the hash of every other file.
+        seal_folder = partial(_seal_folder, staging, files, extra_files, origin)
+        _run_on_all(seal_folder if axis.index == 0 else lambda: None, axis)
     return {
         "folder": str(target),
         "files": [*plan, *extra_files],
@@ -394,6 +395,7 @@ def _split_into_chunks(name: str, stored: Stored, read: Weights) -> Iterator[mem
     max_elements = max(1, _CHUNK // DTYPES[stored.dtype][1])
     for shape, offset in split_into_row_boxes(stored.shape, max_elements):
         part = read(name, shape, offset).to(getattr(torch, stored.dtype)).contiguous()
+        # As bytes: numpy has neither bfloat16 nor float8.
         yield part.reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -440,6 +442,7 @@ def _check_target(target: Path, *, overwrite: bool) -> None:
             hint="name another folder, or give --overwrite to replace what an export wrote",
         )
     # Never delete what an export did not write, not even a file that was added to its folder.
+    # This stays the reason where the manifest cannot be read.
     problem = "is not a folder that an export wrote"
     with suppress(CheckpointError):
         manifest = read_manifest(target, form=WEIGHTS)

@@ -233,6 +233,7 @@ def make_guard(
             config=config,
             log=log,
         ),
+        # By default a part every 10 steps, and all of the state within 100.
         check_replicas=make_replica_check(stages, optimizer, ps),
     )
 
@@ -267,6 +268,7 @@ class _Guard:
             self._report(state.step, action, record, batch)
         # A save hashes and checks all of the state, so it may find what the step's numbers hid.
         bad = [save for save in self.collect_saves() if isinstance(save.error, NumericsError)]
+        # The saved state is bad, so the last good step is one before it, or earlier.
         if bad and action.kind not in ("rollback", "stop"):
             action = Action("rollback", str(bad[0].error), before=bad[0].step - 1)
         if action.kind == "stop":
@@ -293,16 +295,19 @@ class _Guard:
     ) -> None:
         """Record a bad step and log it, with where its numbers stop being finite."""
         culprits: list[str] = []
+        # The passes run again only where the parameters are still those of the step.
         if batch and action.kind != "apply":
             # A loss spike is finite everywhere, and has no culprit. Running the passes again is
             # collective: all ranks decide by what any of them has seen.
             is_finite = [math.isfinite(record[name]) for name in ("loss", "grad_norm")]
             if not all(map(all, all_gather_objects(is_finite, self.ps.world))):
+                # With the step's own denominator they compute the same numbers.
                 tokens = torch.as_tensor(record["tokens"])
                 run_again = partial(self.replay, batch.microbatches, denominator=tokens)
                 culprits = find_nonfinite(run_again, self.stages, self.ps.world)
         self.event(action.kind, step=step, reason=action.reason, guilty=culprits)
         if self.ps.world.index == 0:
+            # A roll-back and a stop have messages of their own.
             outcomes = {"apply": "it was taken", "skip": "it was skipped"}
             outcome = outcomes.get(action.kind, action.kind)
             self.log(f"step {step}: {'; '.join([action.reason, *culprits, outcome])}")

@@ -109,6 +109,7 @@ def resume(
     log = log if is_first else (lambda _: None)
     # The facts after all batches: the ranks must also agree on phases that have not started.
     check_facts_agree(facts_at(facts, sys.maxsize), ps.world)
+    # Every rank looks at the disk, and the answer of the first one counts.
     request = run_on_all_ranks(lambda: _check_request(run_dir, request, log), ps.world)[0]
 
     def run_on_first(work: Callable[[], Any]) -> Any:
@@ -120,10 +121,12 @@ def resume(
     # Staging communicates: all ranks stage the same candidate, and go on to the next one together.
     while True:
         chosen = run_on_first(lambda: next(candidates, None))
+        # No candidate means a new run: if all checkpoints were damaged, `next` would have raised.
         if chosen is None:
             run_on_first(lambda: _prepare_directory(run_dir, None, {}, request, log))
             return state
         path, manifest = Path(chosen[0]), chosen[1]
+        # Of this candidate alone: changes in one that is skipped do not matter.
         messages: list[str] = []
         staged = stage_checkpoint(
             path,
@@ -144,6 +147,7 @@ def resume(
         notes += [*messages, *count_messages(staged.changes)]
         notes += _compare_machine(staged.saved["machine"], ps)
         newest = list_checkpoints(path.parent)[0] if skipped else path
+        # Skipped checkpoints are newer: these steps must be trained again.
         lost = parse_step(newest) - manifest["step"] if skipped else 0
         log(f"resuming from {path}" + f", {lost} steps before {newest.name}" * bool(lost))
         for note in notes:
@@ -218,6 +222,7 @@ def load_checkpoint(
             options=list_allowed_names(rules),
         ),
     )
+    # There is no other to fall back on: this one was requested by its path.
     if staged.problems:
         raise damage_error(path, staged.problems)
     if axis.index == 0:
@@ -334,6 +339,7 @@ def _find_candidates(
         return
     checkpoints = list_checkpoints(directory)
     if not checkpoints:
+        # An empty directory may also be a disk that is not mounted.
         _check_never_saved(run_dir)
         parent = _read_run_id(run_dir)[1]
         if parent is not None:  # a fork that has not saved yet starts again from its parent
@@ -347,6 +353,7 @@ def _find_candidates(
             _skip(path, problems, request, skipped, log)
             continue
         other = manifest.get("run")
+        # None where `run.json` is lost, or the checkpoint has the first format.
         if own is not None and other is not None and own != other:
             raise CheckpointError(
                 f"resume: {path} has the run_id {other}, this run has {own}: it was copied from "

@@ -84,6 +84,7 @@ def make_manifest(step: int, files: Mapping[str, Mapping[str, Any]], **facts: An
         >>> orjson.loads(make_manifest(3, {}, run="0" * 32))["run"][:4]
         '0000'
     """
+    # Null where they are not given: all manifests have the same keys.
     names = ("run", "parent", "state_hash", "score", "config", "trainkit", "torch")
     body = {"format": FORMAT, "version": VERSION, "step": step, "files": dict(files)}
     return dump_json(seal(dict.fromkeys(names) | facts | body))

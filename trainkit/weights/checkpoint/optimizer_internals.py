@@ -33,7 +33,8 @@ def find_hidden_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
     states = {
         p: optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]
     }
-    known = {id(x) for values in states.values() for x in values.values() if isinstance(x, Tensor)}
+    values = [x for state in states.values() for x in state.values()]
+    known = {id(x) for x in values if isinstance(x, Tensor)}
     total = sum(p.numel() for p in states)  # some optimizers have one flat buffer for all
     sizes = {p.numel() for p in states} | {total}
     problems: list[str] = []
@@ -68,6 +69,7 @@ def _find_in_attributes(optimizer: Any) -> Iterator[tuple[str, Any]]:
     pending = [
         (name, value) for name, value in vars(optimizer).items() if name not in _OWN_ATTRIBUTES
     ]
+    # Objects may refer to each other in a circle.
     visited = {id(optimizer)}
     while pending:
         path, value = pending.pop()

@@ -158,11 +158,13 @@ def _convert_state(
     if not loaded[key].dim():
         return {key: loaded[key].to(dtype)}
     length = p.shape[-1]
-    parts = {x: get_local(loaded[x]).reshape(-1) for x in (key, scale_name(key)) if x in loaded}
+    keys = [x for x in (key, scale_name(key)) if x in loaded]
+    parts = {x: get_local(loaded[x]).reshape(-1) for x in keys}
     # Through full-precision values: block scales of another format cannot be copied.
     values = read_moment(key, parts, get_step_dtype(p.dtype))
     state = {key: empty_rows_like(p.data, length, dtype)}
     if is_scaled:
+        # A scale for each block of a row.
         state[scale_name(key)] = empty_rows_like(p.data, length // BLOCK, torch.float32)
     # The rounding of a moment depends on the step; with a constant a resume is reproducible.
     for x, converted in encode_moment(key, values, state, 0).items():

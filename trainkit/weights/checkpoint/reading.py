@@ -130,6 +130,7 @@ def read_tensors(
     max_header = 4096 + sum(2 * len(name.encode()) + _ENTRY_BYTES for name in index)
     for name, entry in index.items():
         for box in entry["boxes"]:
+            # A file has at most one box of a tensor, as `find_index_problems` has checked.
             entries[box["file"]][name] = entry, box
     for target in wanted:
         for box in index[target.saved]["boxes"]:
@@ -185,6 +186,7 @@ def _read_file(
             for target in targets
             for fetch in _plan_fetches(extents[target.saved], target.box.offset, target.out)
         ]
+        # All bytes before this offset have been hashed.
         position = len(header)
         # In the order of the file, so that one pass both hashes and copies.
         for fetch in sorted(fetches, key=lambda fetch: fetch.start):
@@ -197,6 +199,7 @@ def _read_file(
         _check_sha256(path, digest.hexdigest(), expected)
 
 
+# A function of its own, because tests of damaged files replace it to see what else notices.
 def _check_sha256(path: Path, actual: str, expected: Mapping[str, Any]) -> None:
     if actual != expected["sha256"]:
         raise refusal(path, "does not match its sha256")
@@ -237,13 +240,15 @@ def _read_bytes(
     count = (fetch.end - fetch.start) // fetch.into.element_size()
     # Without slices the file is read into the tensor itself.
     buffer = fetch.into if fetch.slices is None else fetch.into.new_empty(count)
+    # A view of its memory: `buffer` is contiguous, so `reshape` copies nothing.
     data = buffer.reshape(-1).view(torch.uint8).numpy().data
     # Two targets may need the same bytes, a tied copy for instance. They are hashed only once.
     hashed = max(0, min(hashed_to, fetch.end) - fetch.start)
     fill(file, fetch.start, data[:hashed], path)
     fill(file, fetch.start + hashed, data[hashed:], path, feed)
     if fetch.slices is not None:
-        fetch.into.copy_(buffer.as_strided(fetch.shape, fetch.stride, fetch.skip)[fetch.slices])
+        elements = buffer.as_strided(fetch.shape, fetch.stride, fetch.skip)
+        fetch.into.copy_(elements[fetch.slices])
     return max(hashed_to, fetch.end)
 
 
@@ -284,6 +289,7 @@ def _plan_fetches(extent: Extent, offset: Sequence[int], out: Tensor) -> Iterato
     rows_per_fetch = max(1, _ROWS_BYTES // row_bytes)
     for low in range(first, last, rows_per_fetch):
         high = min(low + rows_per_fetch, last)
+        # Rows are chosen by what is read; slices choose among the other dimensions.
         rows_shape = (high - low, *shape[1:])
         yield _Fetch(
             start=start + low * row_bytes,

@@ -18,7 +18,7 @@ from trainkit.collectives import all_gather_objects
 from trainkit.grads import format_ranks
 from trainkit.metrics import to_host
 from trainkit.noise.hashing import GOLDEN, MASK64, make_key
-from trainkit.parallel.parameters import COPY_SUFFIX, get_local_box
+from trainkit.parallel.parameters import COPY_SUFFIX, Box, get_local_box
 from trainkit.types import Axis, NumericsError, ParallelState
 from trainkit.weights.checkpoint.run_state import INTEGERS, get_run_tensors
 
@@ -155,6 +155,7 @@ def make_replica_check(
             f"make_replica_check: interval must be at least 0 and within at least that, "
             f"got {interval} and {within}"
         )
+    # Each check hashes one of so many parts, so a round of them takes `within` steps.
     num_parts = within // interval if interval else 0
     replicas: list[_Replica] = []
 
@@ -198,12 +199,13 @@ def refuse_drift(problems: Sequence[str]) -> None:
 
 def _find_replicas(tensors: Mapping[str, Tensor], axis: Axis) -> list[_Replica]:
     """Return the boxes of this rank that other ranks have too."""
-    # Equal keys on two ranks mean the same part of the same tensor, in any layout.
-    boxes = {
-        make_key(name, str(box.local.dtype), *box.local.shape, *box.offset): (name, box)
-        for name, box in ((name, get_local_box(tensor)) for name, tensor in tensors.items())
-        if box.local.numel()
-    }
+    boxes: dict[int, tuple[str, Box]] = {}
+    for name, tensor in tensors.items():
+        box = get_local_box(tensor)
+        if box.local.numel():
+            # Equal keys on two ranks mean the same part of the same tensor, in any layout.
+            key = make_key(name, str(box.local.dtype), *box.local.shape, *box.offset)
+            boxes[key] = (name, box)
     holders: dict[int, list[int]] = {}
     for rank, keys in enumerate(all_gather_objects(list(boxes), axis)):
         for key in keys:

@@ -129,11 +129,13 @@ def plan_retention(
         entry
         for entry in good
         if (policy.every and entry.step % policy.every == 0)
+        # With an interval of 0, so that only the powers are due.
         or (policy.powers_of_two and is_due(entry.step, 0, powers_of_two=True))
         or entry.step in policy.milestones
     ]
     selected = (*good[: policy.last], *scored[: policy.best], *by_step)
     retained = {entry.name for entry in selected} | {*pinned}
+    # In front of it are damaged ones of later steps, which stay.
     newest = next((i for i, entry in enumerate(listing) if entry.verified), len(listing))
     return [
         entry.name
@@ -183,6 +185,7 @@ def apply_retention(
         damaged = {name: found[0] for name, found in problems.items() if found}
         for name, problem in damaged.items():
             log(f"{directory / name} is damaged and counts for nothing: {problem}")
+        # Damaged ones as well: from now on they are not listed as verified, so nothing reads them.
         good.update(unread)
         if not damaged:  # else older ones move up, and they have not been verified yet
             break
@@ -214,6 +217,7 @@ def remove_checkpoint(path: Path) -> None:
     """
     if path.is_symlink():
         raise NotADirectoryError(errno.ENOTDIR, "it is a link, which is left alone", str(path))
+    # A name that no list of checkpoints has.
     doomed = path.with_name(f".deleting-{path.name}")
     shutil.rmtree(doomed, ignore_errors=True)  # of an interrupted deletion
     path.rename(doomed)

@@ -117,6 +117,7 @@ def roll_back(
                 f"rolled back from step {state.step} to {chosen}; the data of the steps between is "
                 f"left out (rollback {health['rollbacks']:.0f} of {max_rollbacks})"
             )
+            # As if the checkpoint had been requested by its path: later ones are moved aside.
             clear_directory(run_dir / "checkpoints", Path(chosen), chosen, log=log)
 
     run_on_all_ranks(move_branch, ps.world)

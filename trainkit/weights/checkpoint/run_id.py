@@ -110,6 +110,7 @@ def mark_saved(run_dir: Path | str) -> None:
         'run.json'
     """
     run_dir = Path(run_dir)
+    # Only the first save of a run writes: later ones find the mark.
     if find_saved_mark(run_dir) != "run.json":
         _write_identity(run_dir, get_run_id(run_dir) | {"saved": True})
 

@@ -38,7 +38,7 @@ MAX_STREAM = 1000
 def optimizer_state(
     stages: Iterable[nn.Module], optimizer: torch.optim.Optimizer
 ) -> dict[str, Mapping[str, Any]]:
-    """Return the state of every parameter that the optimizer steps, by its whole model's name.
+    """Return the state of every parameter that the optimizer steps, by its name in the model.
 
     A parameter that never had a gradient has an empty state.
 
@@ -77,6 +77,7 @@ def get_group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """
     return [
         {
+            # Lists, as saved options have them: JSON has no tuples.
             name: list(value) if isinstance(value, tuple) else value
             for name, value in group.items()
             if name not in _NOT_OPTIONS and not isinstance(value, Tensor)
@@ -105,6 +106,7 @@ def check_optimizer(stages: Iterable[nn.Module], optimizer: torch.optim.Optimize
                 "is in none of the stages; pass every module that it steps"
             )
         for key, value in optimizer.state.get(p, {}).items():
+            # A number, such as the step count, is local even where the parameter is sharded.
             is_local = (
                 isinstance(value, Tensor) and value.dim() and not hasattr(value, "placements")
             )
@@ -201,6 +203,7 @@ def get_run_tensors(
         tensors.pop(f"model/{name}", None)
     for name, values in optimizer_state(stages, optimizer).items():
         for key, value in values.items():
+            # Plain numbers are stored in state.json.
             if isinstance(value, Tensor) and name not in excluded:
                 tensors[f"optimizer/{key}/{name}"] = value
     return tensors
@@ -221,7 +224,7 @@ def get_boxes_to_write(
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
 ) -> dict[str, tuple[Tensor, Box]]:
-    """Return the tensors of which this rank writes a box to a checkpoint, and the boxes."""
+    """Return the boxes that this rank writes to a checkpoint, each after its tensor, by name."""
     return _select_boxes(get_run_tensors(stages, optimizer), ps)
 
 
@@ -290,6 +293,7 @@ def hash_tensor_box(
         raise ValueError(f"state_hash: {name} is {local.dtype}, which has no integer twin")
     # The bits and not the values: -0.0 and NaN count too.
     bits = local.detach().contiguous().view(INTEGERS[local.element_size()])
+    # With the dtype: equal bits of two dtypes are different values.
     return hash_box(f"{name} {local.dtype}", bits.cpu().numpy(), shape=shape, offset=offset)
 
 
@@ -355,7 +359,8 @@ def _hash_parameters(
         for name, p in _reshard_parameters(modules_of(stages)).items()
         if is_hashed(p) and not is_tied_copy(p)
     }
-    return f"{sum(_hash_boxes(_select_boxes(named, ps), ps).values()) & MASK64:016x}"
+    hashes = _hash_boxes(_select_boxes(named, ps), ps)
+    return f"{sum(hashes.values()) & MASK64:016x}"
 
 
 def _hash_boxes(boxes: Mapping[str, tuple[Tensor, Box]], ps: ParallelState) -> dict[str, int]:

@@ -51,10 +51,12 @@ def open_plain(path: Path, *, shared: bool = False) -> Iterator[int]:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         handle = os.open(path, flags)
     except (OSError, ValueError) as error:
+        # ELOOP: it is a link. ENXIO: a socket, or a device that does not exist.
         if isinstance(error, OSError) and error.errno in {errno.ELOOP, errno.ENXIO}:
             raise refusal(path, "is no regular file") from error
         raise refusal(path, f"cannot be read: {error}") from error
     try:
+        # Of the open file, since the path may name another one by now.
         info = os.fstat(handle)
         if not stat.S_ISREG(info.st_mode):
             raise refusal(path, "is no regular file")
@@ -244,6 +246,7 @@ def parse_json(path: Path, data: bytes | bytearray, max_values: int = _JSON_VALU
         CheckpointError: There are too many, or it is not JSON.
     """
     # Counted before parsing: a value of a few bytes takes a hundred in memory.
+    # A list or table of n values has n - 1 commas and its bracket; those in texts only add to it.
     values = sum(map(data.count, (b",", b"[", b"{")))
     if values > max_values:
         raise refusal(path, f"holds {values} values; no such file has more than {max_values}")

@@ -180,7 +180,7 @@ def open_saver(
 
 @attrs.define(eq=False)
 class _Saver:
-    """The pending save, if there is one, and the results of those before."""
+    """The pending save, if there is one, and the results of earlier saves."""
 
     run_dir: Path
     stages: Sequence[nn.Module]
@@ -391,7 +391,9 @@ def _make_after_commit(retention: Retention | None) -> Callable[[Path], list[str
                 good.clear()
                 good.update(result["verified"])
 
+        # The checkpoint is RUN/checkpoints/NAME.
         mark = partial(mark_saved, path.parent.parent)
+        # Each by itself: one that fails must not prevent the others.
         for work in (partial(point_to, path), mark, prune):
             try:
                 work()
@@ -431,6 +433,7 @@ def check_disk_space(
         >>> check_disk_space("/", [nn.Linear(1, 1)])
     """
     stages = modules_of(stages)
+    # An estimate: before its first step an optimizer has no state to measure.
     local_bytes = copies * sum(
         get_local_box(x).local.nbytes for x in model_tensors(stages).values()
     )

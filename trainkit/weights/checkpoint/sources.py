@@ -58,7 +58,7 @@ def read_checkpoint_tensors(path: Path) -> dict[str, Stored]:
 def read_model_tensors(path: Path) -> dict[str, Stored]:
     """Describe the tensors of the model in a checkpoint of trainkit, by their names in the model.
 
-    They are the ones to evaluate: if the optimizer maintains the mean of a parameter, the mean.
+    They are the ones to evaluate: the mean of a parameter, if the optimizer maintains one.
 
     Raises:
         CheckpointError: As `read_checkpoint_tensors`.
@@ -90,6 +90,7 @@ def verify_weights(folder: Path | str, *, share: Share = SOLO.share) -> list[str
     problems, manifest = inspect_files(folder, form=WEIGHTS)
     if problems:
         return problems
+    # By the order in the manifest, which all ranks read.
     local_files = dict(list(manifest["files"].items())[share.index :: share.count])
     return find_file_problems(folder, local_files)
 

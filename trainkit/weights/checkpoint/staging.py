@@ -41,7 +41,7 @@ Check = Callable[[Mapping[str, Any]], list[str]]
 
 @attrs.frozen(eq=False)
 class Staged:
-    """What has been read from a checkpoint; with `problems` it is damaged, and the rest is void.
+    """The contents of a checkpoint in memory; with `problems` it is damaged, and the rest empty.
 
     `index` has the entries of its tensors, `saved` is the parsed `state.json`, and `targets` are
     the tensors that were read and where they go. If the run has another optimizer than the saved
@@ -107,6 +107,7 @@ def stage_checkpoint(
         return [facts, _compare_tensors(staged, names, stages, optimizer, tolerance)]
 
     differences = run_on_all_ranks(find_differences, axis)
+    # Two lists per rank: the facts are equal on all, of the tensors each knows its own.
     facts, tensors = (_merge([lists[i] for lists in differences]) for i in (0, 1))
     if facts and tensors:  # the facts explain it: another model, for instance
         tensors = [f"tensors and options of its optimizer that differ too: {len(tensors)}"]
@@ -123,6 +124,7 @@ def stage_checkpoint(
     buffered: dict[str, Target] = {}
 
     def read_all() -> list[str]:
+        # Within the collective call: a rank without enough memory raises on all ranks.
         buffered.update(allocate_buffers(targets, staged.index))
         return read_tensors(
             path, _select_tensor_files(manifest), staged.index, [*buffered.values()], axis.share
@@ -193,7 +195,7 @@ def _list_names(
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None,
 ) -> dict[str, Sequence[str]]:
-    """Return what other ranks must know: a pipeline rank has only some of the tensors."""
+    """Return the names that other ranks need, as a pipeline rank has only some of the tensors."""
     return {
         "problems": staged.problems,
         "changes": staged.changes,
@@ -263,6 +265,7 @@ def _read_headers(
             for name in _JSON_FILES
         }
     except (CheckpointError, KeyError) as error:
+        # A KeyError comes from the manifest, if it lists no such file.
         return Staged([error.what if isinstance(error, CheckpointError) else f"it has no {error}"])
     problems = _find_state_problems(read["state.json"], manifest)
     # The names and shapes in the index are checked before memory is allocated for any of them.
@@ -301,6 +304,7 @@ def migrate(state: Mapping[str, Any], version: int) -> dict[str, Any]:
         >>> migrate({"step": 3}, 1)
         {'step': 3, 'machine': None}
     """
+    # The first format does not store the machine.
     return {**state, "machine": None} if version == 1 else dict(state)
 
 
@@ -308,6 +312,7 @@ def _find_state_problems(saved: Any, manifest: Mapping[str, Any]) -> list[str]:
     """Return the problems of a parsed `state.json`: a wrong structure, or another step."""
     not_a_state = ["state.json is not the state of a run"]
     try:
+        # A missing key or a wrong type raises below, and means the same as a wrong value.
         state = saved["state"]
         optimizer = saved["optimizer"]
         counts = [state["step"], state["tokens"], state["cursor"]["batch"]]

@@ -97,6 +97,7 @@ def parse_untrusted_table(data: bytes | bytearray, path: Path) -> dict[str, Any]
     # A header has at least 8 bytes for each value, and 15 for each key.
     max_values = len(data) // 7 if len(data) > 1 << 20 else len(data)
     has_too_many_keys = data.count(b":") * 12 > len(data) > 1 << 20
+    # With 0 values allowed it is rejected before it is parsed.
     if not isinstance(parse_json(path, data, 0 if has_too_many_keys else max_values), dict):
         raise refusal(path, "holds JSON that is no table")
 
@@ -271,6 +272,7 @@ def find_extent(
     if stored is None or (stored.dtype, stored.shape) != (dtype, shape):
         actual = "nothing" if stored is None else f"{stored.dtype}{list(stored.shape)}"
         raise refusal(path, f"has {name[:100]} as {actual}, the index as {dtype}{list(shape)}")
+    # In its file the box is a tensor of its own, at offset 0.
     return attrs.evolve(stored.extents[0], offset=tuple(box["offset"]))
 
 
@@ -287,6 +289,7 @@ def check_boxes(name: str, stored: Stored, path: Path | str) -> None:
     # The same check as for an index of ours, with the extents in place of files.
     boxes = [extent for extent in stored.extents if math.prod(extent.shape)]
     entry = {
+        # Any name and dtype will do: only the boxes are checked here.
         "dtype": "uint8",
         "shape": list(stored.shape),
         "boxes": [
@@ -302,6 +305,7 @@ def check_boxes(name: str, stored: Stored, path: Path | str) -> None:
     for extent in boxes:
         if len(extent.stride) != len(extent.shape):
             raise refusal(path, f"has a box of {name} with other strides than dimensions")
+        # The index of the box's last element in the storage.
         last = extent.skip + sum(
             (length - 1) * step for length, step in zip(extent.shape, extent.stride, strict=True)
         )

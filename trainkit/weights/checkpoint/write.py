@@ -207,7 +207,8 @@ def _check_finite(box: SavedBox) -> None:
     if box.not_below is None:
         return
     size = box.values.element_size()
-    flat = box.values.view(INTEGERS[size]).numpy().reshape(-1).view(f"u{size}")
+    integers = box.values.view(INTEGERS[size]).numpy()
+    flat = integers.reshape(-1).view(f"u{size}")
     sign = 1 << (8 * size - 1)
     for start in range(0, len(flat), _CHECKED_AT_ONCE):
         part = flat[start : start + _CHECKED_AT_ONCE]
@@ -215,7 +216,8 @@ def _check_finite(box: SavedBox) -> None:
         # unsigned. Two maxima take no memory, and a third of the time of masking the sign bit.
         if part.view(f"i{size}").max() < box.not_below and part.max() < sign + box.not_below:
             continue
-        index = start + int(((part & part.dtype.type(sign - 1)) >= box.not_below).argmax())
+        without_sign = part & part.dtype.type(sign - 1)
+        index = start + int((without_sign >= box.not_below).argmax())
         raise NumericsError(
             f"save_checkpoint: {box.name} is not finite (element {index} of the box at "
             f"{box.offset}); the state is not saved",

@@ -64,6 +64,7 @@ def read_foreign_tensors(source: Path) -> Found:
         raise refusal(source, "is not there")
     if source.is_file() and source.suffix == ".safetensors":
         return Found("safetensors", safetensors_file(source))
+    # Any other file counts as one of torch.save, whatever its suffix.
     if source.is_file() or (source / ".metadata").exists():
         return _read_pickles(source)
     if any(source.glob("*.safetensors")):
@@ -87,7 +88,8 @@ def _read_pickles(source: Path) -> Found:
     )
     # A bomb runs into a limit of memory or time there, and ends that process alone.
     if process.returncode:
-        last = process.stderr.decode(errors="replace").strip().rpartition("\n")[2][:300]
+        text = process.stderr.decode(errors="replace").strip()
+        last = text.rpartition("\n")[2][:300]
         raise refusal(source, f"ended the process that read it ({process.returncode}): {last}")
     report = orjson.loads(process.stdout)
     if "refused" in report:

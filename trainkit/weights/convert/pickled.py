@@ -76,6 +76,7 @@ def _limit_process() -> None:
         resource.RLIMIT_CPU: _CPU_SECONDS,
         resource.RLIMIT_CORE: 0,
     }.items():
+        # A limit that is lower already must stay: raising it needs privileges.
         hard = resource.getrlimit(kind)[1]
         limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (limit, limit))
@@ -161,6 +162,7 @@ class _Window(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
+        # SEEK_SET, SEEK_CUR and SEEK_END are 0, 1 and 2.
         self._position = offset + (0, self._position, self._size)[whence]
         return self._position
 

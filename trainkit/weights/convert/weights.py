@@ -81,5 +81,6 @@ def convert_weights(
         overwrite=overwrite,
         origin={"source": source.name, "kind": found.kind},
     )
+    # Tensors without the prefix are listed too: nothing is left out silently.
     unmatched = [name for name in found.tensors if not name.startswith(prefix)]
     return report | {"kind": found.kind, "skipped": sorted([*found.skipped, *unmatched])}

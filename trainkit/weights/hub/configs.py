@@ -191,6 +191,7 @@ def set_context(config: DecoderConfig, context: int) -> DecoderConfig:
     scaling = config.rope_scaling
     if not isinstance(scaling, LongRopeScaling):
         return config
+    # The short factors hold up to this length, so a smaller context changes nothing.
     context = max(context, scaling.original_length)
     return attrs.evolve(config, rope_scaling=attrs.evolve(scaling, context=context))
 
@@ -343,6 +344,7 @@ def _read_sliding(
         problems.append("layer_types follow no pattern that is supported")
     elif pattern and window is None and values.get("layer_types") is not None:
         problems.append("layer_types has sliding layers, but no sliding_window is in use")
+    # {} means no sliding layers; None has been reported as a problem.
     if not pattern or window is None:
         return {}
     return {
@@ -355,9 +357,10 @@ def _read_sliding(
 def _find_needed_window(
     values: Mapping[str, Any], family: Family, window: int | None
 ) -> str | None:
-    """Return where a file has a sliding window, which its family does not have, or None."""
+    """Return the problem if a file needs a sliding window and its family has none, or None."""
     types = values.get("layer_types")
-    if types is not None and (not isinstance(types, list) or {*map(str, types)} != {KINDS[0]}):
+    is_full = isinstance(types, list) and {*map(str, types)} == {KINDS[0]}
+    if types is not None and not is_full:
         return f"layer_types is {short_repr(types)}: {family.model_type} has no windows"
     context = values.get("max_position_embeddings")
     # A window that is as long as the longest text hides nothing.
@@ -393,7 +396,9 @@ def _find_pattern(sliding: Sequence[int], layers: int) -> dict[str, int] | None:
     # behind a sliding one is a multiple of it.
     slides = {*sliding}
     full = next((i for i in range(sliding[0], layers) if i not in slides), None)
-    periods = [0] if full is None else [n for n in range(1, full + 2) if (full + 1) % n == 0]
+    periods = [0]
+    if full is not None:
+        periods = [n for n in range(1, full + 2) if (full + 1) % n == 0]
     for every in periods:
         # The first sliding layer is `first`, or follows it where that one is full.
         for first in (max(sliding[0] - 1, 0), sliding[0]):
@@ -526,6 +531,7 @@ def _write_values(config: DecoderConfig, family: Family, *, context: int) -> dic
     values: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
+        # A table of learned positions has a limit of its own.
         "max_position_embeddings": config.positions or context,
         **{key: allowed[0] for key, allowed in family.only.items()},
     }

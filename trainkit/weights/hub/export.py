@@ -108,10 +108,11 @@ def export_folder(
         read = reader(stored)
         dtypes = {name: tensor.dtype for name, tensor in stored.items()}
     else:
-        dtypes = {
-            name: get_dtype_name(read(name, (1,) * len(shape), (0,) * len(shape)).dtype)
-            for name, shape in our_shapes.items()
-        }
+        # A `Weights` function does not show its dtypes, so one element of each tensor is read.
+        dtypes = {}
+        for name, shape in our_shapes.items():
+            element = read(name, (1,) * len(shape), (0,) * len(shape))
+            dtypes[name] = get_dtype_name(element.dtype)
     if dtype is not None:  # not for the biases of routers, which are no parameters
         dtypes |= dict.fromkeys(parameter_shapes(config), dtype)
     their_dtypes = _find_dtypes(links, dtypes)
@@ -192,6 +193,7 @@ def _make_gather(
     local = {get_parameter_name(name): x for name, x in model_tensors(stages).items()}
     dtypes = {name: x.dtype for name, x in local.items()}
     if dtype is not None:
+        # Without the biases of routers, which are buffers.
         dtypes |= {name: dtype for name in parameter_shapes(config) if name in local}
     by_rank = all_gather_objects(
         {name: get_dtype_name(dtype) for name, dtype in dtypes.items()}, axis
@@ -256,6 +258,7 @@ def make_export_links(
         (128,)
     """
     links = make_family_links(_choose_family(family, config), config)
+    # Swapped, because `map_weights` reads the left side of links by means of the right one.
     return [link.swap_sides() for link in links], get_foreign_shapes(links)
 
 

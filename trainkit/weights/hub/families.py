@@ -205,6 +205,7 @@ def _activation_key(tanh: str = "gelu_pytorch_tanh") -> Key:
 
 _DENSE_KEYS = {**_KEYS, "hidden_act": _activation_key()}
 _DENSE_DEFAULTS = {**_DEFAULTS, "hidden_act": "silu"}
+# One key of Llama's files: whether queries, keys, values and the output have biases.
 _BIAS_KEYS = {**_DENSE_KEYS, "attention_bias": ("qkv_bias", "out_bias")}
 _BIAS_DEFAULTS = {**_DENSE_DEFAULTS, "attention_bias": False}
 
@@ -270,6 +271,7 @@ _PHI3 = Family(
     ignored_keys=frozenset({"resid_pdrop", "embd_pdrop", "interpolate_factor", "full_attn_mod"}),
     ropes=("default", "partial", "longrope"),
     windows={},
+    # Where both have a name the right side counts: fused matrices replace Llama's.
     names=lambda _: _NAMES | _FUSED,
 )
 
@@ -480,6 +482,7 @@ def _first_layers(value: Any, _: Mapping[str, Any]) -> int:
     return len(layers)
 
 
+# "Qwen3 Technical Report" (2025): experts with softmax routing, and none that all tokens share.
 _QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
@@ -524,6 +527,7 @@ def _count_shared(shared: int, config: DecoderConfig) -> int:
     return count
 
 
+# DeepSeek-V3 and families with its experts: chosen by sigmoid scores, balanced by a bias.
 _SIGMOID_KEYS = {
     "n_routed_experts": "experts.count",
     "num_experts_per_tok": "experts.top_k",

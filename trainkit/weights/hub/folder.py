@@ -45,6 +45,7 @@ from trainkit.weights.hub.resize import resize_weights
 CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 4 * 1024 * 1024  # some files list thousands of labels
 _ROWS_PER_READ = 4096
+# The key of `quantization_config` with the rows and the columns of a block in fp8.
 _BLOCK = "weight_block_size"
 
 
@@ -425,6 +426,7 @@ def load_folder_weights(
     shapes = get_decoder_shapes(config)
     tensors: list[tuple[str, Tensor]] = []
     problems = []
+    # All stages are compared before the first tensor is written.
     for full_name, tensor in model_tensors(stages).items():
         name = get_parameter_name(full_name).removesuffix(COPY_SUFFIX)
         if name.endswith(".router.load"):  # a count of the last steps, in no folder
@@ -469,6 +471,7 @@ def _check_folder(
             _check_tied(folder, all_tensors)
 
     run_on_all_ranks(check, axis)
+    # One of ours may be made of several of theirs: it is incomplete without any of them.
     absent = {link.ours.name for link in links if link.theirs.name not in tensors}
     # Their tensors, dequantized, then the map to ours: each wraps the one before, box by box.
     read: Weights = reader(tensors | {name + SCALES: x for name, x in scales.items()})
@@ -577,6 +580,7 @@ def find_tensor_problems(
     ignored = [pattern.format(layers=config.layers) for pattern in family.ignored_tensors]
     ignored += allow_extra
     if config.tied:
+        # A tied head may be stored all the same: callers compare it with the embedding.
         ignored.append(_get_end_names(family, config)[1])
     problems += [
         f"{name} has no place in the model"
@@ -611,6 +615,7 @@ def _check_tied(folder: HFFolder, tensors: Mapping[str, Stored]) -> None:
 
 def _get_end_names(family: Family, config: DecoderConfig) -> tuple[str, str]:
     """Return the names of the embedding and of the head in a family."""
+    # A tied decoder has no head, but the table names one all the same.
     names = family.names(config)
     return names["embedding.weight"].name, names["head.weight"].name
 

@@ -135,6 +135,7 @@ def make_links(
                 name, there.name, shape, start, head=heads[there.interleaved], rotary=rotary
             )
         elif "{e}" in there.name:
+            # Ours holds all experts, [E, ...]; theirs has a tensor for each.
             links += [_link_tensor(name, there, shape[1:], 0, (e,)) for e in range(shape[0])]
         else:
             links.append(_link_tensor(name, there, shape, start))
@@ -148,7 +149,9 @@ def _link_tensor(
     dims = tuple(range(len(shape)))
     ones = (1,) * len(shape)
     zeros = (0,) * len(shape)
-    ours = StridedBox(name, (*expert, *zeros), tuple(dim + len(expert) for dim in dims), ones)
+    # The expert's index is fixed by the offset, and no dimension of the link.
+    our_dims = tuple(dim + len(expert) for dim in dims)
+    ours = StridedBox(name, (*expert, *zeros), our_dims, ones)
     their_dims = dims[::-1] if there.transposed else dims
     offset = list(zeros)
     offset[their_dims[0]] = start  # rows are counted on our side; there they may be columns
@@ -168,7 +171,11 @@ def _link_heads(
     plain = head - rotary
     half = rotary // 2
     # Our first row, their first row, number of rows, step between their rows.
-    parts = ((0, 0, plain, 1), (plain, plain, half, 2), (plain + half, plain + 1, half, 2))
+    parts = (
+        (0, 0, plain, 1),  # rows without positions
+        (plain, plain, half, 2),  # the first of each pair
+        (plain + half, plain + 1, half, 2),  # the second of each pair
+    )
     for first in range(0, shape[0], head):
         for our_row, their_row, rows, step in parts:
             if rows:
@@ -294,6 +301,7 @@ def _read_box(weights: Weights, links: Sequence[Link], shape: Shape, offset: Sha
     dtypes = [values.dtype for _, _, values in parts] or [torch.float32]
     box = torch.empty(shape, dtype=functools.reduce(torch.promote_types, dtypes))
     for part, ranges, values in parts:
+        # Relative to the box; negative where the link begins before it.
         inside = tuple(a - b for a, b in zip(part.offset, offset, strict=True))
         _view_part(box, attrs.evolve(part, offset=inside), ranges).copy_(values)
     return box
@@ -302,14 +310,16 @@ def _read_box(weights: Weights, links: Sequence[Link], shape: Shape, offset: Sha
 def _intersect(link: Link, shape: Shape, offset: Shape) -> list[range] | None:
     """Return the indices of a link that lie in a box of our tensor, or None."""
     part = link.ours
+    # The fixed dimensions first: the index of an expert, inside the box or not.
     for dim, start in enumerate(part.offset):
         if dim not in part.dims and not offset[dim] <= start < offset[dim] + shape[dim]:
             return None
     ranges = []
     for dim, step, length in zip(part.dims, part.steps, link.shape, strict=True):
         # The first index inside the box, and the first one behind it; -(a // b) rounds -a / b up.
-        low = max(0, -((part.offset[dim] - offset[dim]) // step))
-        high = min(length, -((part.offset[dim] - offset[dim] - shape[dim]) // step))
+        from_box = part.offset[dim] - offset[dim]  # where the link begins, seen from the box
+        low = max(0, -(from_box // step))
+        high = min(length, -((from_box - shape[dim]) // step))
         if low >= high:
             return None
         ranges.append(range(low, high))

@@ -71,6 +71,7 @@ def import_tensors(
     family = get_family(values["model_type"], where="values", families=families)
     links = make_family_links(family, config)
     prefixed = add_model_prefix(tensors, family, config)
+    # As if they were in files, so that folders and models in memory have the same checks.
     described = {
         name: Stored(get_dtype_name(x.dtype), tuple(x.shape), ()) for name, x in prefixed.items()
     }
@@ -159,4 +160,5 @@ def _make_reader(tensors: Mapping[str, Tensor]) -> Weights:
 
 
 def _read_all(read: Weights, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    # One box for all of a tensor, which `narrow_to_box` returns as a view.
     return {name: read(name, tuple(x), (0,) * len(x)) for name, x in shapes.items()}

@@ -25,6 +25,7 @@ SCALES = "_scale_inv"
 """The suffix of the name of a matrix's scales."""
 
 _FP8 = "float8_e4m3fn"
+# None stands for a missing key.
 _SUPPORTED = {"quant_method": ("fp8",), "fmt": (None, "e4m3"), "expert_dtype": (None, "fp8")}
 
 
@@ -39,6 +40,7 @@ def find_quantization_problem(value: Any) -> str | None:
     table = value if isinstance(value, Mapping) else {}
     wrong = [key for key, allowed in _SUPPORTED.items() if table.get(key) not in allowed]
     block = table.get("weight_block_size")
+    # A wrong form becomes a size of 0, which is an error below.
     sizes = block if isinstance(block, list) and len(block) == 2 else [0]
     if any(type(size) is not int or size < 1 for size in sizes):
         wrong.append("weight_block_size")
@@ -75,6 +77,7 @@ def find_scales(
         if name not in tensors or tensors[name].dtype != _FP8:
             continue
         sizes = zip(tensors[name].shape, block, strict=False)
+        # Rounded up: the last block along a side may be smaller.
         shape = [-(-size // block_size) for size, block_size in sizes]
         scale = tensors.get(name + SCALES)
         if (
@@ -128,8 +131,11 @@ def dequantize_weights(weights: Weights, names: Sequence[str], block: Sequence[i
         # Only the scales of blocks that the box touches are read, a few bytes for each.
         grid = weights(name + SCALES, counts, first).float()
         # The column of `grid` for each column of the box, which may start inside a block.
-        columns = torch.arange(offset[1], offset[1] + shape[1]) // block[1] - first[1]
+        indices = torch.arange(offset[1], offset[1] + shape[1])
+        columns = indices // block[1] - first[1]
         for i, scales in enumerate(grid[:, columns]):
+            # The block's first row, seen from the box: negative where the box begins inside the
+            # block.
             start = (first[0] + i) * block[0] - offset[0]
             values[max(start, 0) : start + block[0]] *= scales
         return values

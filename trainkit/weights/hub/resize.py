@@ -84,7 +84,9 @@ def resize_weights(
         old_rows = weights(name, (num_old, *row_shape), offset)
         return torch.cat([old_rows, new_rows.to(old_rows.dtype)])
 
-    return listed(read, {**shapes_of(weights), **{name: larger[name] for name in resized}})
+    # With the new shapes, which `build_stages` compares with those of the model.
+    new_shapes = {name: larger[name] for name in resized}
+    return listed(read, {**shapes_of(weights), **new_shapes})
 
 
 def _compute_mean_row(
@@ -96,8 +98,10 @@ def _compute_mean_row(
     """
     total = torch.zeros(tuple(shape), dtype=torch.float64)
     dtype = torch.float32
+    # Always the same groups, from row 0 on: the order of a sum decides its last bits.
     for first in range(0, rows, _ROWS_PER_READ):
-        part = weights(name, (min(_ROWS_PER_READ, rows - first), *shape), (first, *offset))
+        count = min(_ROWS_PER_READ, rows - first)
+        part = weights(name, (count, *shape), (first, *offset))
         dtype = part.dtype
         part = part.double()
         # Pairwise, in an order that is the same for every box; `sum` may choose another by shape.

@@ -28,6 +28,7 @@ _YARN_KEYS = frozenset(
     {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"}
 )
 _LONGROPE_KEYS = frozenset({"short_factor", "long_factor", "attention_factor"})
+# The options of each type, besides its factor and the original length.
 _OPTIONS = {
     "linear": frozenset[str](),
     "llama3": frozenset({"low_freq_factor", "high_freq_factor"}),
@@ -86,6 +87,7 @@ def read_local_rope(values: dict[str, Any], problems: list[str]) -> float | None
             return None
         local = dict(local)
         theta = local.pop("rope_theta", theta)
+        # Sliding layers are never scaled: any type but the default is an error.
         extra = [k for k, x in local.items() if (k, x) != ("rope_type", "default")]
         extra += [key for key in tables if key not in KINDS]
         problems += [f"rope_parameters of sliding layers: {key} is not supported" for key in extra]
@@ -180,6 +182,7 @@ def _read_scaling(
     truncate = options.pop("truncate", True)
     if truncate is not True:
         wrong.append(f"rope: truncate is {short_repr(truncate)}, not true")
+    # Phi's files give both lengths in place of their quotient.
     if rope_type == "longrope" and options["factor"] is None:
         is_known = is_number(full_length) and is_number(length) and length > 0
         options["factor"] = full_length / length if is_known else 1.0
@@ -209,6 +212,7 @@ def _make_scaling(rope_type: str, options: Mapping[str, Any], *, has_latents: bo
     if rope_type == "linear":
         return LinearScaling(float(options["factor"]))
     if rope_type == "llama3":
+        # `Llama3Scaling` has fields of the same names.
         factors = {key: x for key, x in options.items() if key.endswith("factor")}
         length = int(options["original_max_position_embeddings"])
         return Llama3Scaling(**factors, original_length=length)
@@ -301,6 +305,7 @@ def _write_scaling(config: DecoderConfig) -> dict[str, Any]:
             }
             if config.latents is not None:
                 return {**values, "mscale": scaling.mscale, "mscale_all_dim": scaling.mscale}
+            # Cosines and sines have the root of what scores are multiplied by.
             return {**values, "attention_factor": scaling.sharpening**0.5}
 
 
@@ -325,6 +330,7 @@ def write_rope(config: DecoderConfig, family: Family) -> dict[str, Any]:
     if not family.local_rope:
         return {**values, "rope_parameters": {**rope, **theta}}
     sliding = config.sliding
+    # Without sliding layers any value will do: this is the family's default.
     local_theta = 10_000.0 if sliding is None else sliding.rope_theta or config.rope_theta
     local = {"rope_type": "default", "rope_theta": local_theta}
     return {

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from trainkit.types import Tokenizer
 
+# What `transformers` may read about a tokenizer and generation; nothing else is copied.
 _COPIED = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -81,6 +82,7 @@ def make_tokenizer_files(
         files = {"tokenizer.json": _make_byte_tokenizer_json(tok)}
         texts = {"bos": BOS, "eos": EOS, "pad": PAD}
     else:
+        # A single file may have any name; in the new folder it gets this one.
         paths = {"tokenizer.json": path}
         if path.is_dir():
             paths = {name: path / name for name in _COPIED if (path / name).is_file()}
@@ -129,6 +131,7 @@ def _set_sources(files: dict[str, bytes], sources: Mapping[str, str]) -> None:
 
     Several go into `tokenizer_config.json`, since an export has no subfolder.
     """
+    # A template that stays in another place might be the one that is read.
     for name in ("chat_template.jinja", "chat_template.json"):
         files.pop(name, None)
     config = orjson.loads(files["tokenizer_config.json"])
@@ -193,10 +196,12 @@ def _make_byte_tokenizer_json(tokenizer: ByteTokenizer) -> bytes:
     """
     texts = {BOS: tokenizer.bos_id, EOS: tokenizer.eos_id, PAD: tokenizer.pad_id}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    # Ids from 256 on, behind those of the bytes.
     added = [
         {"id": i, "content": text, **flags, "special": True}
         for text, i in (texts | dict(tokenizer.special_ids)).items()
     ]
+    # GPT-2's regular expression splits texts into words, which bytes without merges do not need.
     byte_level = {
         "type": "ByteLevel",
         "add_prefix_space": False,

@@ -102,6 +102,7 @@ def open_model(
     info = _read_folder(path, tokenizer, context) if is_folder else _read_run(path, tokenizer, log)
     if context is not None:
         info = attrs.evolve(info, context=context)
+    # Set by a table of learned positions, or by the factors of LongRoPE.
     reach = info.config.max_length
     if reach is not None and info.context > reach:
         raise ConfigError(
@@ -216,6 +217,7 @@ def has_learned_bos(tokenizer: ByteTokenizer | HFTokenizer, facts: Mapping[str, 
     # Without a template the run was trained on documents.
     if tokenizer.bos_id is None or facts.get("config.template") is None:
         return tokenizer.bos_id is not None
+    # Our own tokenizers call it `<|bos|>`, and put it in front of every text.
     is_foreign = (
         isinstance(tokenizer, HFTokenizer) and tokenizer.special_ids.get(BOS) != tokenizer.bos_id
     )
@@ -263,15 +265,18 @@ def ensure_base_run(
         return run
     if (base / "final.json").is_file():
         return base
+    # Here every process of the launcher would start a training.
     if get_world_size() > 1:
         raise ConfigError(
             f"ensure_base_run: there is no run to start from, neither {run} nor {base}",
             hint=f"python recipes/{recipe}.py trains one; or name a run or a Hugging Face folder",
         )
     print_to_stderr(f"training {description} first, into {base}: about a minute")
+    # The schedule ends with the run, and no time goes into evaluations.
     flags = ("--steps", steps, "--schedule-steps", steps, "--eval-every", "0")
     command = [sys.executable, str(recipes / f"{recipe}.py"), "--out", str(base), *flags]
-    # In another process: a recipe sets numerics, signals and process groups of its own.
+    # In another process: a recipe sets numerics, signals and process groups of its own. Its output
+    # goes to stderr, since this process may print results on stdout.
     done = subprocess.run(command, stdout=2, check=False)  # noqa: S603 -- our own recipe
     if done.returncode:
         raise SystemExit(done.returncode)

@@ -31,6 +31,7 @@ def flip_bit(path: str | Path, bit: int) -> None:
     with Path(path).open("r+b") as file:
         file.seek(bit // 8)
         value = file.read(1)
+        # Reading has moved on by a byte.
         file.seek(bit // 8)
         file.write(bytes([value[0] ^ 1 << bit % 8]))
 

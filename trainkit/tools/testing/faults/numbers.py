@@ -45,6 +45,7 @@ def nan_loss_at(
     """
 
     def scaled(stage: nn.Module, __: Any, output: Any) -> Any:
+        # An evaluation runs the same hook.
         if not stage.training:
             return output
         if isinstance(output, RoutedOutput):
@@ -94,6 +95,7 @@ def nan_gradient_at(
     """
 
     def overwrite(gradient: Tensor) -> Tensor:
+        # A hook must not write into its argument (torch.Tensor.register_hook).
         gradient = gradient.clone()
         _write_element(gradient, element, value)
         return gradient
@@ -110,6 +112,7 @@ def nan_gradient_at(
             if id(parameter) not in handles:
                 handles[id(parameter)] = parameter.register_hook(overwrite)
 
+        # Any of them may be the unit that FSDP gathers, and the hook of the innermost runs last.
         for module in modules:
             handles[id(module)] = module.register_forward_pre_hook(hook_parameter)
         return handles
@@ -224,6 +227,7 @@ def flip_bit_at(
     """
 
     def flip(value: Tensor) -> Tensor:
+        # A 0-d tensor has no view of another element size.
         value = value.reshape(1).clone()
         value.view(torch.uint8)[bit // 8] ^= 1 << bit % 8  # the machine is little-endian
         return value[0]
@@ -255,6 +259,7 @@ def _find_owner(stages: Sequence[nn.Module], name: str) -> tuple[list[nn.Module]
         for path, module in stage.named_modules():
             for leaf, _ in module.named_parameters(recurse=False):
                 if canonical_name(f"{path}.{leaf}" if path else leaf) == name:
+                    # "a.b" gives the paths "", "a" and "a.b", from the stage down.
                     parts = path.split(".") if path else []
                     paths = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
                     return [stage.get_submodule(part) for part in paths], leaf

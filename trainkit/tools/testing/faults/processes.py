@@ -77,6 +77,7 @@ def signal_at(
 
     def send(_: TrainState) -> None:
         for _i in range(times):
+            # To the process, as a scheduler's signal; signal.raise_signal would be to this thread.
             os.kill(os.getpid(), signum)
 
     return (act_after if after else act_at)(at, send, rank=rank)

@@ -138,6 +138,7 @@ def until_next(
     """
 
     def wrap(train_step: TrainStep) -> TrainStep:
+        # Closed at the next step; after the last one the block is never left.
         stack = ExitStack()
 
         def injected(state: TrainState, batch: StepBatch) -> tuple[TrainState, Any]:
@@ -167,6 +168,7 @@ def _replace_steps(
 
 
 def _is_due(at: At, ranks: Ranks, state: TrainState) -> bool:
+    # At each step, since an injector may be made before the process group is.
     rank = dist.get_rank() if dist.is_initialized() else 0
     if ranks is not None and rank not in ({ranks} if isinstance(ranks, int) else ranks):
         return False
