@@ -178,7 +178,7 @@ def test_the_layout_is_drawn_from_the_last_host_event(tmp_path):
     page = describe(report_runs.healthy(tmp_path, 40))
     rows = {row["name"]: row["cells"] for row in page["layout"]["rows"]}
     assert page["layout"]["title"] == "pp 2 x dp_shard 4 x tp 2"
-    assert rows["pp"] == [["0", 8, 0], ["1", 8, 1]]
+    assert rows["pp"] == [("0", 8, 0), ("1", 8, 1)]
     assert [len(rows[name]) for name in ("dp_shard", "tp", "rank")] == [8, 16, 16]
     assert [text for text, _, _ in rows["tokens"][:4]] == ["0", "0", "1", "1"]
 

@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     out = options.out or options.run[0] / "report.html"
     if out.is_dir():
         raise ConfigError(f"report: {out} is a folder; name a file", where="out")
-    pause = _INTERVAL
+    pause = _INTERVAL  # of the first page, before it is known how long one takes
     while True:
         begin = time.monotonic()
         refresh = pause if options.follow else None

@@ -57,6 +57,7 @@ def make_axes(run: RunFiles) -> Axes:
         default=None,
     )
     seconds = None
+    # Wall time includes what stood between the steps: saves, evaluations, hours in a queue.
     if known.size and start is not None:
         seconds = _fill_gaps(times - start)
     elif (worked := np.nan_to_num(get_numbers(lines, "seconds"))).any():
@@ -85,6 +86,7 @@ def locate(axes: Axes, step: float | None, time: float | None = None) -> Positio
             step = float(np.interp([after], axes.seconds, axes.steps)[0])
     if not axes.lines:
         return step, None, after
+    # Curves without times are drawn over the seconds of their steps, and so are their events.
     has_times = math.isfinite(to_number(axes.lines[-1].get("time")))
     if after is None or not has_times:
         after = _interpolate(step, axes.steps, axes.seconds)
@@ -98,6 +100,7 @@ def _interpolate(step: float, steps: Floats, values: Floats | None) -> float | N
 def _fill_gaps(x: Floats) -> Floats:
     """Return values that never fall, with gaps filled, as an axis needs them."""
     known = np.isfinite(x)
+    # A clock that is set back would fold the curve over itself.
     filled = np.interp(np.arange(len(x)), np.flatnonzero(known), x[known])
     return np.maximum.accumulate(filled)
 
@@ -125,6 +128,7 @@ def limit_text(text: str) -> str:
         >>> limit_text("a\udc80"), len(limit_text("a" * 5000))
         ('a?', 4021)
     """
+    # A path may hold bytes that are no UTF-8, which Python stores as such halves.
     text = text.encode("utf-8", "replace").decode()
     if len(text) <= _MOST_TEXT:
         return text

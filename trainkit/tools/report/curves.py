@@ -31,6 +31,7 @@ def list_series(axes: Axes, buckets: Buckets, notes: list[str]) -> dict[str, dic
         buckets: Of as many lines.
         notes: What is left out is appended.
     """
+    # One pass over all lines: which names are curves, and which only sometimes a number.
     numeric = Counter[str]()
     odd = Counter[str]()
     for line in axes.lines:
@@ -71,7 +72,7 @@ def list_evaluations(metrics: Sequence[Line], axes: Axes) -> dict[str, dict[str,
         {'eval/loss': {'x': [(1, None, None)], 'v': [5.75]}}
     """
     lines = [line for line in metrics if any(name.startswith("eval/") for name in line)]
-    if len(lines) > _MOST_EVALUATIONS:
+    if len(lines) > _MOST_EVALUATIONS:  # evenly, as evaluations have no spikes to lose
         shown = np.linspace(0, len(lines) - 1, _MOST_EVALUATIONS).astype(int)
         lines = [lines[i] for i in shown]
     names = dict.fromkeys(name for line in lines for name in line if name.startswith("eval/"))
@@ -92,7 +93,7 @@ def mark_bad_steps(axes: Axes) -> list[dict[str, Any]]:
     and the `values` that are not finite, from the `_hex` fields, which know NaN from infinities.
     """
     marks: list[dict[str, Any]] = []
-    skipped_before = 0.0
+    skipped_before = 0.0  # the metric counts the skipped steps so far
     for line in axes.lines:
         skipped = to_number(line.get("skipped"))
         bad = [
@@ -113,4 +114,5 @@ def mark_bad_steps(axes: Axes) -> list[dict[str, Any]]:
                 }
             )
         skipped_before = skipped if math.isfinite(skipped) else skipped_before
+    # A run that only makes NaNs has a mark at every step; the newest say it as well.
     return marks[-_MOST_MARKS:]

@@ -17,7 +17,7 @@ _KINDS = {"rolled back": "rollback", "apply": "spike"}
 _FREQUENT = {"save", "evaluation", "sample", "straggler", "rollout", "packing", "warning"}
 _NO_FACTS = {"time", "event", "step", "software"}  # columns of the table, or another table
 _LEADING = ("path", "reason", "why", "what", "prompt", "text")
-_PACKING = ("corpus", "rows", "tokens", "documents", "efficiency")
+_PACKING = ("rows", "tokens", "documents", "efficiency")
 
 
 def describe_events(events: Sequence[Line], axes: Axes, notes: list[str]) -> list[dict[str, Any]]:
@@ -54,15 +54,23 @@ def describe_events(events: Sequence[Line], axes: Axes, notes: list[str]) -> lis
                 "text": limit_text(text),
             }
         )
-    often = [i for i, event in enumerate(found) if event["kind"] in _FREQUENT]
-    excess = len(found) - _MOST_EVENTS
-    if excess > 0 and often:
-        retained = min(len(often), max(len(often) - excess, 200))
-        shown = {often[i] for i in np.linspace(0, len(often) - 1, retained).astype(int).tolist()}
-        dropped = set(often) - shown
-        found = [event for i, event in enumerate(found) if i not in dropped]
-        notes.append(f"events: {len(dropped):,} of {len(events):,} left out, of kinds that repeat")
-    return found
+    retained = _thin_events(found)
+    if dropped := len(found) - len(retained):
+        notes.append(f"events: {dropped:,} of {len(found):,} left out, of kinds that repeat")
+    return retained
+
+
+def _thin_events(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return at most 1,500 events, evenly spread, without leaving out one that is rare."""
+    often = [i for i, event in enumerate(events) if event["kind"] in _FREQUENT]
+    excess = len(events) - _MOST_EVENTS
+    if excess <= 0 or not often:
+        return events
+    # Where rare events alone are too many, a few of the others are still worth their place.
+    number = min(len(often), max(len(often) - excess, 200))
+    shown = np.linspace(0, len(often) - 1, number).astype(int)
+    dropped = set(often) - {often[i] for i in shown}
+    return [event for i, event in enumerate(events) if i not in dropped]
 
 
 def _name_event(event: Line, ranks: Any) -> tuple[str, str]:
@@ -70,9 +78,11 @@ def _name_event(event: Line, ranks: Any) -> tuple[str, str]:
     name = event["event"]
     if name == "start":
         count = event.get("ranks")
-        has_changed = type(count) is int and type(ranks) is int and count != ranks
-        kind = "start" if ranks is None else "ranks" if has_changed else "restart"
-        text = f"{ranks} ranks, then {count}" if has_changed else f"on {count or 'unknown'} ranks"
+        kind = "start" if ranks is None else "restart"
+        text = f"on {count or 'unknown'} ranks"
+        if type(count) is int and type(ranks) is int and count != ranks:
+            kind = "ranks"
+            text = f"{ranks} ranks, then {count}"
         if repeated := event.get("repeated"):
             text += f"; {repeated} steps are repeated"
         return kind, text
@@ -86,18 +96,19 @@ def _name_event(event: Line, ranks: Any) -> tuple[str, str]:
 
 def _describe_facts(event: Line) -> str:
     """Return the facts of an event as text: its reason or message first."""
-    facts = {
-        name: value
-        for name, value in event.items()
-        if name not in _NO_FACTS and value is not None and value not in ("", [], {})
-    }
+    facts: Line = {}
+    for name, value in event.items():
+        # An empty value, such as the error of a save that went well, says nothing.
+        if name not in _NO_FACTS and value is not None and value not in ("", [], {}):
+            facts[name] = value
     if isinstance(facts.get("hosts"), list):  # what they are stands in the table of software
         hosts = [str(host.get("host")) for host in facts["hosts"] if isinstance(host, dict)]
         facts["hosts"] = ", ".join(hosts)
     if isinstance(facts.get("path"), str):
         facts["path"] = facts["path"].rpartition("/")[2]
-    leading = [str(facts.pop(name)) for name in _LEADING if name in facts]
-    return " · ".join([*leading, *(_format_fact(name, x) for name, x in facts.items())])
+    parts = [str(facts.pop(name)) for name in _LEADING if name in facts]
+    parts += [_format_fact(name, value) for name, value in facts.items()]
+    return " · ".join(parts)
 
 
 def _format_fact(name: str, value: Any) -> str:
@@ -105,7 +116,8 @@ def _format_fact(name: str, value: Any) -> str:
     if isinstance(value, dict):
         inner = ", ".join(f"{key} {format_value(x)}" for key, x in value.items())
         return f"{name}: {inner}"
-    return f"{name} {value:,}" if type(value) is int else f"{name} {format_value(value)}"
+    text = f"{value:,}" if type(value) is int else format_value(value)
+    return f"{name} {text}"
 
 
 def format_value(value: Any) -> str:
@@ -146,8 +158,11 @@ def list_packings(events: Iterable[Line]) -> list[dict[str, Any]]:
     for event in events:
         if event["event"] == "packing":
             corpus = limit_text(str(event.get("corpus", "")))
-            found[corpus] = {name: to_number(event[name]) for name in _PACKING if name in event}
-            found[corpus]["corpus"] = corpus
+            row: dict[str, Any] = {"corpus": corpus}
+            for name in _PACKING:
+                if name in event:
+                    row[name] = to_number(event[name])
+            found[corpus] = row  # of a corpus that was packed again, as after a restart, the last
     return list(found.values())
 
 
@@ -156,11 +171,14 @@ def list_software(events: Iterable[Line]) -> list[list[str]]:
     found: dict[str, str] = {}
     for event in events:
         if isinstance(event.get("software"), dict):
-            found |= {str(name): format_value(x) for name, x in event["software"].items()}
-        hosts = list_hosts([event])
-        for name in dict.fromkeys(name for host in hosts for name in host if name != "ranks"):
-            values = dict.fromkeys(format_value(host[name]) for host in hosts if name in host)
-            found[str(name)] = ", ".join(values)
+            for name, value in event["software"].items():
+                found[name] = format_value(value)
+        values: dict[str, dict[str, None]] = {}  # a dict as a set that keeps its order
+        for host in list_hosts([event]):
+            for name, value in host.items():
+                if name != "ranks":
+                    values.setdefault(name, {})[format_value(value)] = None
+        found |= {name: ", ".join(texts) for name, texts in values.items()}
     return [[limit_text(name), limit_text(x)] for name, x in found.items()]
 
 

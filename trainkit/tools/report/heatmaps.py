@@ -39,7 +39,8 @@ def describe_layers(lines: Sequence[Line], axes: Axes, notes: list[str]) -> list
     for kind in dict.fromkeys(line["kind"] for line in whole):
         of_kind = [line for line in whole if line["kind"] == kind]
         names = of_kind[-1]["names"]
-        # The last line of each step, as after a restart.
+        # Matrices of other names, as of another model in the same folder, do not fit together.
+        # Of a step that stands there twice, as after a restart, the last line counts.
         by_step = {line["step"]: line for line in of_kind if line["names"] == names}
         if any(line["names"] != names for line in of_kind):
             notes.append(f"layers.jsonl: lines of {limit_text(kind)} with other names left out")
@@ -47,16 +48,17 @@ def describe_layers(lines: Sequence[Line], axes: Axes, notes: list[str]) -> list
             notes.append(f"layers.jsonl: the first {_MOST_NAMES} of {len(names)} names")
         rows = [by_step[step] for step in sorted(by_step)]
         edges = np.linspace(0, len(rows), min(len(rows), _MOST_COLUMNS) + 1).round().astype(int)
+        stats: dict[str, Any] = {}
+        for name in _STATISTICS:
+            if all(name in row for row in rows):
+                columns = [row[name] for row in rows]
+                stats[name] = _thin_columns(columns, edges)
         found.append(
             {
                 "kind": limit_text(kind),
                 "names": [limit_text(str(name)) for name in names[:_MOST_NAMES]],
                 "x": [locate(axes, rows[i]["step"]) for i in edges[:-1]],
-                "stats": {
-                    name: _thin_columns([row[name] for row in rows], edges)
-                    for name in _STATISTICS
-                    if all(name in row for row in rows)
-                },
+                "stats": stats,
             }
         )
     return found
@@ -64,24 +66,21 @@ def describe_layers(lines: Sequence[Line], axes: Axes, notes: list[str]) -> list
 
 def _is_whole(line: Line) -> bool:
     names = line.get("names")
-    return (
-        isinstance(names, list)
-        and bool(names)
-        and isinstance(line.get("kind"), str)
-        and type(line.get("step")) is int
-        and all(
-            isinstance(line[name], list) and len(line[name]) == len(names)
-            for name in _STATISTICS
-            if name in line
-        )
-    )
+    if not isinstance(names, list) or not names:
+        return False
+    if not isinstance(line.get("kind"), str) or type(line.get("step")) is not int:
+        return False
+    columns = [line[name] for name in _STATISTICS if name in line]
+    return all(isinstance(x, list) and len(x) == len(names) for x in columns)
 
 
 def _thin_columns(
     columns: Sequence[Sequence[Any]], edges: np.ndarray[Any, np.dtype[np.int64]]
 ) -> list[list[float | None]]:
-    matrix = np.array([[to_number(x) for x in column[:_MOST_NAMES]] for column in columns])
-    matrix = np.fmax.reduceat(matrix.astype(np.float64), edges[:-1], axis=0)
+    numbers = [list(map(to_number, column[:_MOST_NAMES])) for column in columns]
+    matrix = np.array(numbers, dtype=np.float64)
+    # Not the mean: one bad step among many is what a reader looks for. fmax passes over NaN.
+    matrix = np.fmax.reduceat(matrix, edges[:-1], axis=0)
     return [round_values(column, digits=4) for column in matrix]
 
 
@@ -105,6 +104,7 @@ def describe_experts(lines: Sequence[Line], notes: list[str]) -> dict[str, Any] 
     """
     loads = [line for line in lines if line.get("load")]
     shapes = [_get_shape(line["load"]) for line in loads]
+    # A run whose model has changed its experts shows those that it had for longest.
     common = Counter(shape for shape in shapes if shape is not None).most_common(1)
     if not common:
         return None

@@ -66,7 +66,7 @@ def write_report(
         >>> states[0]["state"]
         'running'
     """
-    now = time.time()
+    now = time.time()  # one moment for all runs, or they would be of different age
     runs = [describe_run(read_run(run_dir), now=now) for run_dir in run_dirs]
     names = name_apart([Path(run_dir).resolve() for run_dir in run_dirs])
     for run, name in zip(runs, names, strict=True):
@@ -78,6 +78,7 @@ def write_report(
         refresh=refresh if goes_on else None,
         written=now,
     )
+    # Whole or not at all: the open page may load itself again at any moment.
     with atomic_write(Path(out), by="write_report") as file:
         file.write(text.encode())
     return [
@@ -158,7 +159,7 @@ def name_apart(paths: Sequence[Path]) -> list[str]:
     names: list[str] = []
     for index, path in enumerate(paths):
         others = [other.parts for i, other in enumerate(paths) if i != index]
-        depth = 1
+        depth = 1  # parts of the path
         while depth < len(path.parts) and any(o[-depth:] == path.parts[-depth:] for o in others):
             depth += 1
         names.append("/".join(path.parts[-depth:]).encode("utf-8", "replace").decode())

@@ -71,6 +71,7 @@ def read_run(run_dir: str | Path) -> RunFiles:
             f"read_run: {path} is no run directory; pass the folder that a recipe got as --out",
             where=str(path),
         )
+    # A wrong folder would give an empty page, which is no answer to a typing mistake.
     present = [path / name for name in _FILES if (path / name).is_file()]
     if not present:
         raise DataError(
@@ -80,6 +81,7 @@ def read_run(run_dir: str | Path) -> RunFiles:
     notes: list[str] = []
     lines = _keep_steps(_read_lines(path / "metrics.jsonl", notes), notes)
     events = _keep_events(_read_lines(path / "events.jsonl", notes), notes)
+    # Ranks that wait for a long step, or compile, still write these.
     heartbeats = sorted((path / "ranks").glob("rank_*.json"))
     return RunFiles(
         path=path,
@@ -154,6 +156,7 @@ def _keep_steps(lines: list[Line], notes: list[str]) -> list[Line]:
 def _keep_events(lines: list[Line], notes: list[str]) -> list[Line]:
     """Return the lines that have a name and a time; a step that is no integer is removed."""
     whole: list[Line] = []
+    # What reads events below, here and in sinks, may rely on these three.
     for line in lines:
         time = line.get("time")
         if not isinstance(line.get("event"), str) or type(time) not in (int, float):

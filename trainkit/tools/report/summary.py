@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 import attrs
+import numpy as np
 
 from trainkit.run.sinks.timing import measure_goodput
 from trainkit.tools.pictures.mesh import mesh_places
-from trainkit.tools.report.axes import limit_text, to_number
+from trainkit.tools.report.axes import get_numbers, limit_text, to_number
 from trainkit.tools.report.happenings import list_hosts, list_software
 from trainkit.tools.report.read import Line, RunFiles
 from trainkit.types import Layout
+
+Cell = tuple[str, int, int]
+"""A cell of a layout: its text, how many ranks it spans, its shade."""
 
 _SILENT_AFTER = 120.0  # seconds without a line, as long as a step is short
 _RECENT = 100  # lines whose median is shown
@@ -76,8 +79,10 @@ def summarize(run: RunFiles) -> dict[str, Any]:
     }
     for name in ("tokens_per_second", "mfu", "hfu", "seconds"):
         numbers[name] = get_recent(lines, name)
-    peaks = [x for line in lines if math.isfinite(x := to_number(line.get("memory_peak")))]
-    numbers["memory"] = max(peaks, default=None)
+    peaks = get_numbers(lines, "memory_peak")
+    peaks = peaks[np.isfinite(peaks)]
+    numbers["memory"] = float(peaks.max()) if peaks.size else None
+    # Goodput counts from the starts; a file of another program has none.
     if starts and all("step" in event for event in starts):
         time = measure_goodput(_list_seconds(lines), [_keep_sane(event) for event in run.events])
         for name in ("share", "wall", "starts", "repeated", "saves"):
@@ -86,20 +91,29 @@ def summarize(run: RunFiles) -> dict[str, Any]:
 
 
 def _list_seconds(lines: Sequence[Line]) -> list[Line]:
-    seconds = [(line["step"], to_number(line.get("seconds"))) for line in lines]
-    return [{"step": step, "seconds": x} for step, x in seconds if math.isfinite(x)]
+    found: list[Line] = []
+    for line in lines:
+        seconds = to_number(line.get("seconds"))
+        if math.isfinite(seconds):
+            found.append({"step": line["step"], "seconds": seconds})
+    return found
 
 
 def _keep_sane(event: Line) -> Line:
     """Return an event without values that `measure_goodput` could not add."""
-    counted = ("repeated", "blocked")
-    return {
-        name: x for name, x in event.items() if name not in counted or math.isfinite(to_number(x))
-    }
+    sane = dict(event)
+    for name in ("repeated", "blocked"):
+        if not math.isfinite(to_number(event.get(name))):
+            sane.pop(name, None)
+    return sane
 
 
 def _find_integer(events: Sequence[Line], name: str) -> int | None:
-    return next((x for event in reversed(events) if type(x := event.get(name)) is int), None)
+    for event in reversed(events):
+        value = event.get(name)
+        if type(value) is int:
+            return value
+    return None
 
 
 def find_last(lines: Sequence[Line], name: str) -> float | None:
@@ -113,8 +127,9 @@ def find_last(lines: Sequence[Line], name: str) -> float | None:
 
 def get_recent(lines: Sequence[Line], name: str) -> float | None:
     """Return the median of a name in the last lines, None if no line has it."""
-    recent = [x for line in lines[-_RECENT:] if math.isfinite(x := to_number(line.get(name)))]
-    return statistics.median(recent) if recent else None
+    values = get_numbers(lines[-_RECENT:], name)
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if known.size else None
 
 
 def list_facts(run: RunFiles) -> list[list[str]]:
@@ -124,6 +139,7 @@ def list_facts(run: RunFiles) -> list[list[str]]:
         value = run.config.get(name)
         if isinstance(value, str) and value != "None":  # how config.toml writes None
             facts.setdefault(label, limit_text(value))
+    # A run on several kinds of devices names each once.
     hosts = list_hosts(run.events)
     devices = Counter(str(host["device"]) for host in hosts if host.get("device"))
     if devices:
@@ -171,11 +187,13 @@ def describe_layout(run: RunFiles, notes: list[str]) -> dict[str, Any] | None:
 
 
 def _make_layout(run: RunFiles, ranks: int) -> Layout:
+    # What the run has measured is newer than what its flags wanted.
     given = {name.rpartition(".")[2]: value for name, value in flatten_config(run.config)}
     for event in run.events:
         if event["event"] == "host" and isinstance(event.get("layout"), dict):
             given |= event["layout"]
     layout = Layout()
+    # Other fields, such as the schedule, do not move ranks. A value of another type is ignored.
     for name in ("fold_sp", "ep_adjacent", *layout.degrees):
         if type(given.get(name)) is type(getattr(layout, name)):
             layout = attrs.evolve(layout, **{name: given[name]})
@@ -189,15 +207,21 @@ def _draw_layout(layout: Layout) -> list[dict[str, Any]]:
     degrees = [name for name in layout.axes["world"] if layout.count(name) > 1]
     rows: list[dict[str, Any]] = []
     for depth, name in enumerate(degrees, 1):
+        cells: list[Cell] = []
+        # Neighbors with the same indices on this axis and on those above share a cell.
         indices = [tuple(place.index[axis] for axis in degrees[:depth]) for place in places]
-        groups = [(index[-1], len(list(group))) for index, group in groupby(indices)]
-        rows.append({"name": name, "cells": [[str(i), width, i % 2] for i, width in groups]})
-    for name in ("rank", "tokens", "parameters"):
-        cells = [[str(getattr(place, name)), 1, getattr(place, name)] for place in places]
+        for index, group in groupby(indices):
+            cells.append((str(index[-1]), len(list(group)), index[-1] % 2))
         rows.append({"name": name, "cells": cells})
+    leaves = {
+        "rank": [place.rank for place in places],
+        "tokens": [place.tokens for place in places],
+        "parameters": [place.parameters for place in places],
+    }
     if layout.ep > 1:
-        cells = [[str(place.index["ep"]), 1, place.index["ep"]] for place in places]
-        rows.append({"name": "experts", "cells": cells})
+        leaves["experts"] = [place.index["ep"] for place in places]
+    for name, numbers in leaves.items():
+        rows.append({"name": name, "cells": [(str(n), 1, n) for n in numbers]})
     return rows
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -33,7 +35,7 @@ def make_buckets(count: int, *, limit: int) -> Buckets:
         >>> make_buckets(5, limit=4).edges is None, make_buckets(12, limit=3).edges.tolist()
         (True, [0, 4, 8, 12])
     """
-    if count <= 2 * limit:
+    if count <= 2 * limit:  # a bucket of two lines would draw both anyway
         return Buckets(count, None)
     return Buckets(count, np.linspace(0, count, limit + 1).round().astype(np.int64))
 
@@ -78,29 +80,18 @@ def thin_values(values: Sequence[Any] | Values, buckets: Buckets) -> tuple[Value
     values = np.asarray(values, dtype=np.float64)
     if buckets.edges is None:
         return values, None
-    starts = buckets.edges[:-1]
-    finite = np.isfinite(values)
-    counts = np.add.reduceat(finite, starts, dtype=np.int64)
-    low = np.where(finite, values, np.inf)
-    high = np.where(finite, values, -np.inf)
-    lowest = np.minimum.reduceat(low, starts)
-    highest = np.maximum.reduceat(high, starts)
-    sizes = np.diff(buckets.edges)
-    # The first line of each bucket at which its extreme stands.
-    rows = np.arange(len(values))
-    at_low = np.minimum.reduceat(
-        np.where(low == np.repeat(lowest, sizes), rows, len(values)), starts
-    )
-    at_high = np.minimum.reduceat(
-        np.where(high == np.repeat(highest, sizes), rows, len(values)), starts
-    )
-    pairs = np.stack([lowest, highest], axis=1)
-    falls = at_high < at_low
-    pairs[falls] = pairs[falls, ::-1]
-    sums = np.add.reduceat(np.where(finite, values, 0.0), starts)
-    empty = counts == 0
-    pairs[empty] = np.nan
-    means = np.where(empty, np.nan, sums / np.maximum(counts, 1))
+    pairs = np.full((len(buckets.edges) - 1, 2), np.nan)
+    means = np.full(len(pairs), np.nan)
+    for bucket, (first, following) in enumerate(pairwise(buckets.edges)):
+        inside = values[first:following]
+        inside = inside[np.isfinite(inside)]
+        if not inside.size:
+            continue
+        low = inside.argmin()
+        high = inside.argmax()
+        # In the order of the steps, or a curve would run backwards inside a bucket.
+        pairs[bucket] = inside[min(low, high)], inside[max(low, high)]
+        means[bucket] = inside.mean()
     return pairs.ravel(), means
 
 
@@ -111,8 +102,9 @@ def round_values(values: Values, *, digits: int = 6) -> list[float | None]:
         >>> round_values(np.array([1.23456789, np.nan, 0.0]), digits=3)
         [1.23, None, 0.0]
     """
-    # A number as text and back: half of the bytes of a double, and no pixel shows the rest.
-    return [
-        float(f"{value:.{digits}g}") if finite else None
-        for value, finite in zip(values.tolist(), np.isfinite(values).tolist(), strict=True)
-    ]
+
+    def shorten(value: float) -> float | None:
+        # As text and back: half of the bytes of a double, and no pixel shows the rest.
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+
+    return list(map(shorten, values.tolist()))
