@@ -267,7 +267,7 @@ def train(cfg, run, tokenizer, model, first):
             state = loop.record(state, metrics, batch)  # an earlier state after a roll-back
             if len(held_out) and loop.is_due(state, cfg.eval_every):
                 state = loop.evaluate(state, evaluate)
-                run.log(sample(cfg, stages, tokenizer, held_out))
+                loop.show_sample(state, sample(cfg, stages, tokenizer, held_out))
             # Saves if a save is due. Returns why to stop ("SIGTERM" after a signal), or None.
             stop = loop.checkpoint(state)
     # Writes final.json, plots the loss, and returns the exit code. After a stop it does neither;

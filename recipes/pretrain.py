@@ -261,7 +261,7 @@ def train(cfg, run, tokenizer, model, first):
             # Every eval_every steps and after the last one. All ranks generate; one prints.
             if len(held_out) and loop.is_due(state, cfg.eval_every):
                 state = loop.evaluate(state, evaluate)
-                run.log(sample(cfg, stages, tokenizer, held_out))
+                loop.show_sample(state, sample(cfg, stages, tokenizer, held_out))
             # Saves if a save is due. Returns why to stop ("SIGTERM" after a signal), or None.
             stop = loop.checkpoint(state)
     # Writes final.json, plots the loss, and returns the exit code 0. If the run was stopped, it

@@ -2,6 +2,7 @@
 
 import importlib.util
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,16 @@ def test_a_script_that_breaks_is_no_missed_bound(tmp_path, capsys):
     (benchmarks / "quick.py").write_text("no_such_name\n")
     assert command.main(["--against", "none"], root=tmp_path) == 1
     assert "| quick | failed, 0 s |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", sorted(SCRIPT.parent.rglob("*.py")), ids=lambda path: path.stem)
+def test_a_benchmark_imports_what_there_is(path, monkeypatch):
+    """Some measure private functions, whose names change."""
+    monkeypatch.setattr(sys, "argv", [str(path)])  # where one reads it
+    # As a script finds modules: its own folder first, not the folders that pytest has added.
+    folders = [x for x in sys.path if not Path(x).is_relative_to(SCRIPT.parents[1])]
+    monkeypatch.setattr(sys, "path", [str(path.parent), *folders])
+    for name in [name for name in sys.modules if name in {"operators", "measured_step"}]:
+        monkeypatch.delitem(sys.modules, name)
+    spec = importlib.util.spec_from_file_location(f"benchmark_{path.stem}", path)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -17,7 +17,7 @@ import house
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "trainkit"
-PURE = ["types", "noise", "sampling", "packing", "batch", "schedules", "health"]
+PURE = ["types", "phases", "noise", "sampling", "packing", "batch", "schedules", "health"]
 CORE = [
     *PURE,
     "files",

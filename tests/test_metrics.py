@@ -14,6 +14,8 @@ from operators import OperatorMode
 
 import trainkit as tk
 from trainkit import metrics
+from trainkit.data.corpus import make_corpus
+from trainkit.data.packed import PackedCorpus
 from trainkit.mesh import solo_parallel
 from trainkit.metrics import (
     decoder_flops,
@@ -31,6 +33,8 @@ from trainkit.metrics import (
 )
 from trainkit.models.config import Experts, Sliding, parameter_shapes
 from trainkit.models.decoder_sizes import make_decoder_config
+from trainkit.packing import pack_bins
+from trainkit.parallel.split import decoder_costs
 from trainkit.run.sinks.tensorboard import scalars
 from trainkit.tools.testing import run_ranks
 from trainkit.types import Axis, Share
@@ -331,7 +335,8 @@ def test_the_memory_of_a_process_is_what_it_holds():
 def test_an_accelerator_is_asked_for_its_peak_and_told_to_count_anew(monkeypatch):
     """Checked by signature only: there is no accelerator here."""
     calls = []
-    for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
+    names = ["memory_allocated", "memory_reserved", "max_memory_allocated"]
+    for name in [*names, "reset_peak_memory_stats"]:
         signature = inspect.signature(getattr(torch.accelerator, name))
         signature.bind(torch.device("cuda", 0))
         answer = len(name)
@@ -339,7 +344,7 @@ def test_an_accelerator_is_asked_for_its_peak_and_told_to_count_anew(monkeypatch
             torch.accelerator, name, lambda _, x=answer, n=name: calls.append(n) or x
         )
     found = read_memory_stats(torch.device("cuda", 0))
-    assert found == {"memory": 16, "memory_peak": 20}
+    assert found == {"memory": 16, "memory_reserved": 15, "memory_peak": 20}
     assert calls[-1] == "reset_peak_memory_stats"
 
 
@@ -391,3 +396,47 @@ def test_tokens_that_are_trained_are_counted_apart_from_those_that_are_processed
     moved, recorded = tk.advance(state, step, {"tokens": trained}, axis=solo_parallel().loss)
     assert (moved.step, int(moved.tokens), moved.cursor.batch) == (4, 110, 5)
     assert (int(recorded["tokens_total"]), int(recorded["tokens_processed"])) == (110, 12)
+
+
+def test_documents_padding_and_the_batch_s_own_counts_are_recorded():
+    corpus = make_corpus([[1, 2, 3], [4, 5], [6, 7, 8, 9]])
+    packed = PackedCorpus(corpus, pack_bins(corpus.lengths, 6), {"web": 1, "code": 1})
+    step = tk.make_step_batch(packed, lambda _: [1, 0], tk.Cursor(), rows_per_microbatch=1)
+    axis = solo_parallel().loss
+    _, recorded = tk.advance(tk.TrainState(), step, {"tokens": torch.tensor(6)}, axis=axis)
+    assert (int(recorded["documents"]), int(recorded["tokens_processed"])) == (3, 9)
+    assert float(recorded["padding"]) == pytest.approx(3 / 12)
+    by_source = {name: x for name, x in recorded.items() if "/" in name}
+    assert by_source == {"rows/web": 1, "rows/code": 1, "tokens/web": 6, "tokens/code": 3}
+    record = metrics.make_step_record(recorded, begin=time.perf_counter() - 2.0)
+    assert record["documents_per_second"] == pytest.approx(1.5, rel=0.1)
+    assert record["trained_tokens_per_second"] == pytest.approx(3.0, rel=0.1)
+    assert record["tokens_per_second"] == pytest.approx(4.5, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("mode", "share"),
+    [
+        ("none", 0.0),
+        ("selective", 0.0),
+        ("products", "attention"),
+        ("attention", "products"),
+        ("attention+products/2", "half"),
+        ("full", "both"),
+    ],
+)
+def test_operations_of_recomputation_are_those_of_what_is_not_saved(mode, share):
+    config = make_decoder_config("tiny")
+    blocks, _, head = decoder_costs(config)
+    lengths = [100, 156]
+    products = 2.0 * sum(blocks) * 256
+    attention = metrics.decoder_flops(config, lengths) / 3 - products - 2.0 * head * 256
+    wanted = {
+        "attention": attention,
+        "products": products,
+        "half": products / 2,
+        "both": products + attention,
+    }
+    found = metrics.recomputed_flops(config, lengths, mode)
+    assert found == pytest.approx(wanted.get(share, share))
+    assert metrics.recomputed_flops(config, lengths, "0.4") is None

@@ -14,6 +14,7 @@ from . import noise as noise
 from . import optim as optim
 from . import packing as packing
 from . import parallel as parallel
+from . import phases as phases
 from . import post as post
 from . import run as run
 from . import sampling as sampling

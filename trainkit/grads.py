@@ -36,6 +36,7 @@ from trainkit.parallel.parameters import (
     is_tied_copy,
     modules_of,
 )
+from trainkit.phases import as_phase
 from trainkit.types import SOLO, Axis, ConfigError, Log, Stages, Update
 
 __all__ = [
@@ -97,6 +98,7 @@ def _list_params(
     return list(trained), params.pp if isinstance(params, Stages) else axis
 
 
+@as_phase("reduce")
 def sync_sp_grads(params: Params, axis: Axis) -> None:
     """Sum gradients over the sequence-parallel ranks that do not shard parameters.
 
@@ -457,6 +459,7 @@ def _split_by_max_norm(
     return [(list(remaining), max_norm), *separate]
 
 
+@as_phase("step")
 def clip_and_step(
     params: Params,
     optimizer: torch.optim.Optimizer,

@@ -83,6 +83,11 @@ class Policy:
     """The number of good steps in the window."""
     spike_after: int = attrs.field(default=16, validator=positive)
     """The number of good steps before the first spike can be detected."""
+    on_divergence: Literal["ignore", "save", "stop"] = attrs.field(
+        default="ignore", validator=one_of("ignore", "save", "stop")
+    )
+    """What to do if the smoothed training loss stays above its minimum by a nat: nothing, save and
+    stop, or stop without a save."""
 
 
 @attrs.frozen
@@ -431,7 +436,7 @@ def check_divergence(
     warmup: int = 10,
     name: str = "evaluation",
 ) -> tuple[str, dict[str, Any]]:
-    """Detect divergence of an evaluation's loss; return the reason, or "", and the new health.
+    """Detect divergence of a loss over a window; return the reason, or "", and the new health.
 
     The loss is smoothed, s = smoothing * loss + (1 - smoothing) * s, from the first value on. It is
     high if s is at least `rise` above the minimum of s so far, or `factor` times the minimum. The

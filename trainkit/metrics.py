@@ -22,12 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainkit.batch import batch_hash, count_tokens
+from trainkit.batch import batch_hash, count_documents, count_tokens
 from trainkit.collectives import all_sum, get_compute_device
 from trainkit.health import update_loss_scale
 from trainkit.models.config import DecoderConfig
 from trainkit.noise.hashing import MASK64, make_key
+from trainkit.parallel.recompute import read_mode
 from trainkit.parallel.split import decoder_costs
+from trainkit.phases import measure_phase
 from trainkit.types import Axis, DelayedMetrics, IntArray, StepBatch, TrainState
 
 
@@ -198,7 +200,8 @@ def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, Any]:
             (x.double().view(torch.int64) if x.is_floating_point() else x.long()).flatten()
             for x in on_device.values()
         ]
-        bits = torch.cat(flat).cpu().numpy()
+        with measure_phase("device"):
+            bits = torch.cat(flat).cpu().numpy()
         ends = np.cumsum([value.numel() for value in on_device.values()])[:-1]
         for (name, value), chunk in zip(on_device.items(), np.split(bits, ends), strict=True):
             dtype = np.float64 if value.is_floating_point() else np.int64
@@ -223,12 +226,13 @@ def advance(
         axis: The ranks that hold different tokens, `ps.loss`.
 
     Returns:
-        The state of the next step, with the cursor of `batch`; and the metrics with
-        `tokens_processed`, the tokens that went through the model, `tokens_total`, those in the
-        loss so far, and `batch_hash` of the global batch.
+        The state of the next step, with the cursor of `batch`; and the metrics with those of the
+        global batch: `tokens_processed`, the tokens that went through the model; `documents`, those
+        that they belong to; `padding`, the share of positions without a token; `tokens_total`, the
+        tokens in the loss so far; `batch_hash`; and `batch.counts`.
 
     Effects:
-        Communicates: one all-reduce of two numbers on `axis`.
+        Communicates: one all-reduce of four numbers on `axis`.
 
     Examples:
         >>> import torch
@@ -240,15 +244,27 @@ def advance(
         (1, 1, tensor(0))
     """
     # The hash of a batch is a sum over its tokens, so that it adds up over ranks in any layout.
-    local = torch.stack([batch_hash(batch.microbatches), count_tokens(batch.microbatches)])
-    total_hash, processed = all_sum(local, axis).unbind()
+    processed = count_tokens(batch.microbatches)
+    positions = sum(microbatch["input_ids"].numel() for microbatch in batch.microbatches)
+    local = torch.stack(
+        [
+            batch_hash(batch.microbatches),
+            processed,
+            count_documents(batch.microbatches),
+            torch.full_like(processed, positions),
+        ]
+    )
+    total_hash, processed, documents, positions = all_sum(local, axis).unbind()
     tokens: Any = state.tokens + metrics["tokens"]
     next_state = attrs.evolve(state, step=state.step + 1, tokens=tokens, cursor=batch.cursor)
     if "overflowed" in metrics:
         next_state = attrs.evolve(next_state, health=update_loss_scale(state.health, metrics))
     return next_state, {
         **metrics,
+        **batch.counts,
         "tokens_processed": processed,
+        "documents": documents,
+        "padding": 1 - processed / positions,
         "tokens_total": tokens,
         "batch_hash": total_hash,
     }
@@ -282,8 +298,9 @@ def make_step_records(
 
     Returns:
         For each step its metrics as numbers; `batch_hash` as 16 hex digits; `loss_hex`,
-        `grad_norm_hex` and `lr_hex`, with every bit; `seconds`, the mean of these steps; and
-        `tokens_per_second`, of processed tokens if known. All but the last are `DelayedMetrics`.
+        `grad_norm_hex` and `lr_hex`, with every bit; `seconds`, the mean of these steps; and rates:
+        `tokens_per_second`, of processed tokens if known, `trained_tokens_per_second`, of those in
+        the loss, and `documents_per_second`. All but the last are `DelayedMetrics`.
 
     Effects:
         Waits for the device, once for all steps: see `to_host`.
@@ -311,6 +328,9 @@ def make_step_records(
         record["seconds"] = seconds
         processed = record.get("tokens_processed", record["tokens"])
         record["tokens_per_second"] = tokens_per_second(processed, seconds)
+        record["trained_tokens_per_second"] = tokens_per_second(record["tokens"], seconds)
+        if "documents" in record:
+            record["documents_per_second"] = tokens_per_second(record["documents"], seconds)
         records.append(record)
     return [*map(DelayedMetrics, records[:-1]), *records[-1:]]
 
@@ -325,7 +345,8 @@ def read_memory_stats(device: torch.device) -> dict[str, int]:
         device: The device of this rank, `ps.device`.
 
     Returns:
-        "memory" and "memory_peak", in bytes, of this process.
+        "memory" and "memory_peak", in bytes, of this process; for an accelerator also
+        "memory_reserved", which its allocator holds.
 
     Effects:
         Resets an accelerator's peak, without a host sync.
@@ -345,6 +366,7 @@ def read_memory_stats(device: torch.device) -> dict[str, int]:
         return {"memory": now, "memory_peak": max(peak, now)}
     stats = {
         "memory": torch.accelerator.memory_allocated(device),
+        "memory_reserved": torch.accelerator.memory_reserved(device),
         "memory_peak": torch.accelerator.max_memory_allocated(device),
     }
     torch.accelerator.reset_peak_memory_stats(device)
@@ -504,6 +526,44 @@ def decoder_flops(config: DecoderConfig, lengths: Sequence[int] | IntArray) -> f
     return attention(
         linear_parameters=int(sum(blocks) + head), layers=config.layers - sliding
     ) + attention(linear_parameters=0, layers=sliding, window=window)
+
+
+def recomputed_flops(
+    config: DecoderConfig, lengths: Sequence[int] | IntArray, mode: str
+) -> float | None:
+    """Return the operations of a decoder's forward pass that a mode of recomputation repeats.
+
+    Added to `decoder_flops`, they give the operations of the hardware, for the hardware FLOPs
+    utilization (HFU).
+
+    Args:
+        config: The architecture.
+        lengths: Tokens of each document.
+        mode: The mode of `parallel.recompute`.
+
+    Returns:
+        The operations; None for a fraction such as "0.4", whose choice depends on the device.
+
+    Examples:
+        >>> from trainkit.models import make_decoder_config
+        >>> tiny = make_decoder_config("tiny")
+        >>> recomputed_flops(tiny, [256], "none"), recomputed_flops(tiny, [256], "selective")
+        (0.0, 0.0)
+        >>> recomputed_flops(tiny, [256], "full") / decoder_flops(tiny, [256])
+        0.32...
+    """
+    saved = read_mode(mode)
+    if saved is None:
+        return 0.0
+    if saved.budget is not None:
+        return None
+    blocks, _, head = decoder_costs(config)
+    products = 2.0 * float(sum(blocks)) * float(np.sum(lengths))
+    attention = decoder_flops(config, lengths) / 3 - products - 2.0 * head * float(np.sum(lengths))
+    # "products/2" saves every second product of a block: about half of the operations.
+    every = saved.every.get("products")
+    repeated = products * (1.0 if every is None else 1 - 1 / every)
+    return repeated + attention * ("attention" not in saved.every)
 
 
 def model_flops_utilization(

@@ -37,6 +37,7 @@ from trainkit.parallel.stage_forward import (
     use_eval_mode,
 )
 from trainkit.parallel.stage_ranks import as_stages, get_stage_places
+from trainkit.phases import measure_phase
 from trainkit.types import (
     BATCH_TENSORS,
     SOLO,
@@ -120,10 +121,12 @@ def forward_backward(
     sums: dict[str, Tensor] = {}
     if not reducers:  # a plain module: gradients accumulate on this rank
         for batch in microbatches:
-            total, terms = check_terms(loss(call(model, batch), batch), by="forward_backward")
+            with measure_phase("forward"):
+                total, terms = check_terms(loss(call(model, batch), batch), by="forward_backward")
             # Only the gradients are divided: they have the size of a mean, while the sums that are
             # returned can still be added over ranks.
-            divide_terms(total, divisors).backward()
+            with measure_phase("backward"):
+                divide_terms(total, divisors).backward()
             _add(sums, terms)
         return sums
     # The denominator counts the tokens of all ranks, so gradients must be added, not averaged.
@@ -131,8 +134,11 @@ def forward_backward(
     with use_reduction(model, reducers, microbatches, reduce=reduce) as reduction:
         for index, batch in enumerate(microbatches):
             with reduction.microbatch(last=index == len(microbatches) - 1):
-                total, terms = check_terms(loss(call(model, batch), batch), by="forward_backward")
-                divide_terms(total, divisors).backward()
+                with measure_phase("forward"):
+                    output = call(model, batch)
+                    total, terms = check_terms(loss(output, batch), by="forward_backward")
+                with measure_phase("backward"):
+                    divide_terms(total, divisors).backward()
             _add(sums, terms)
     return sums
 

@@ -1030,6 +1030,10 @@ class StepBatch:
     microbatches: Sequence[Batch]
     cursor: Cursor
 
+    counts: Mapping[str, int] = attrs.field(factory=dict)
+    """Metrics of the global batch that its rows determine, equal on all ranks: "rows/CORPUS" and
+    "tokens/CORPUS"."""
+
 
 class DelayedMetrics(dict[str, Any]):
     """Metrics of a step that are written together with those of later steps.

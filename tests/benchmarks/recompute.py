@@ -12,12 +12,16 @@ import gc
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import attrs
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for `import measured_step`
+
+from measured_step import StorageCount, make_batch
+
 import trainkit as tk
-from tests.measured_step import StorageCount, make_batch
 from trainkit.models import Decoder, init_weights, make_decoder_config
 from trainkit.parallel import recompute
 

@@ -6,7 +6,6 @@ best the ratio is 0.5; on a busy machine the processor's time still tells. The t
 work of each rank of larger rings, counted in scores.
 """
 
-import importlib
 import time
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from trainkit.attention import sdpa
-from trainkit.attention.ring import ring
+from trainkit.attention.ring import _make_views, ring
 from trainkit.batch.shards import zigzag_shard
 from trainkit.mesh import parallel_session
 from trainkit.tools.testing import run_ranks
@@ -22,7 +21,6 @@ from trainkit.types import Axis, Share, Spans
 
 TOKENS, HEADS, KV_HEADS, DIM, TURNS = 4096, 8, 2, 64, 5
 ROWS = {"1 document": [TOKENS], "16 documents": [TOKENS // 32] * 8 + [3 * TOKENS // 32] * 8}
-ring_room = importlib.import_module("trainkit.attention.ring")
 
 
 def spans_of(lengths):
@@ -72,7 +70,7 @@ def scores(count, lengths):
 
     def of_rank(rank):
         axis = Axis("ring", Share(rank, count))
-        views = ring_room._views(spans_of([n // count for n in lengths]), axis, scale=1.0)
+        views = _make_views(spans_of([n // count for n in lengths]), axis, scale=1.0)
         total = 0
         for view in views:
             q, k = view.block.queries.lengths, view.block.keys.lengths

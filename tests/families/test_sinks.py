@@ -5,10 +5,13 @@ import functools
 import io
 import json
 import math
+import re
 import sys
 import time
 import types
+from itertools import pairwise
 
+import numpy as np
 import orjson
 import pytest
 from hypothesis import given
@@ -157,7 +160,10 @@ def test_a_pipe_gets_the_first_and_the_last_step_and_few_between(monkeypatch):
             sink(step, VALUES)
     lines = stream.getvalue().splitlines()
     steps = [int(line.split()[1].split("/")[0]) for line in lines]
-    assert steps == [1, *range(9, 100, 8), 100]  # 4 calls a second, a line every 2 seconds
+    # 4 calls a second: a line every 2 seconds, and from 20 seconds on ever later ones.
+    assert steps[:9] == [1, *range(9, 66, 8)]
+    assert all(x <= y for x, y in pairwise(np.diff(steps[:-1])))
+    assert steps[-1] == 100
     assert lines[1] == (
         "step 9/100  loss 2.5000  41.2k tok/s  lr 3.00e-04  norm 1.23  left 0:00:23"
     )
@@ -177,14 +183,31 @@ def test_the_last_step_is_shown_when_the_run_ends_early():
     ]
 
 
-def test_a_terminal_gets_a_bar_with_everything():
+def test_a_log_of_a_day_stays_short(monkeypatch):
+    seconds = iter(range(10**6))
+    monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
+    stream = io.StringIO()
+    with sinks.open_console(86_400, stream=stream) as sink:
+        for step in range(1, 86_400):
+            sink(step, VALUES)
+    assert 700 < len(stream.getvalue().splitlines()) < 800  # 43,200 with one every two seconds
+
+
+def test_a_terminal_gets_two_lines_of_at_most_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     stream = Terminal()
-    with sinks.open_console(2, stream=stream) as sink:
-        sink(1, VALUES)
-        sink(2, VALUES)
-    last = stream.getvalue().split("\r")[-1]
-    for part in ("2/2", "loss 2.5000", "41.2k tok/s", "lr 3.00e-04", "norm 1.23", "left 0:00:00"):
-        assert part in last
+    values = VALUES | {"mfu": 0.412, "memory_peak": 75 * 2**30, "load_over_mean": 1.32}
+    with sinks.open_console(200, stream=stream) as sink:
+        sink(1, values)
+        sink(200, values)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).split("\r")[-1]
+    bar, numbers = shown.rstrip("\n").splitlines()
+    assert len(bar) <= 80
+    assert bar.startswith("step 200/200 ")
+    assert bar.rstrip().endswith("100%  left 0:00:00")
+    assert numbers.rstrip() == (
+        "loss 2.5000  lr 3.00e-04  norm 1.23  41.2k tok/s  mfu 41.2%  75.0 GiB  load 1.32"
+    )
 
 
 # ------------------------------------------------------------------------------------ tee

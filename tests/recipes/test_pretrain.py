@@ -75,9 +75,13 @@ def test_a_run_leaves_what_the_design_says(whole):
     assert tomllib.loads((out / "config.toml").read_text())["row_length"] == 32
     assert column(out, "step") == list(range(1, 9))
     wanted = "step loss loss_hex grad_norm grad_norm_hex lr lr_hex tokens tokens_total batch_hash"
-    wanted += " seconds tokens_per_second memory memory_peak"
+    wanted += " seconds tokens_per_second memory memory_peak memory_rank time documents padding"
+    wanted += " documents_per_second trained_tokens_per_second"
+    wanted += " seconds/data seconds/forward seconds/backward seconds/step seconds/log"
     assert {*wanted.split()} <= lines(out)[-1].keys()
     for line in lines(out):
+        by_corpus = [line[name] for name in line if name.startswith("tokens/")]
+        assert sum(by_corpus) == line["tokens_processed"]
         assert all(float.fromhex(line[f"{x}_hex"]) == line[x] for x in ("loss", "grad_norm", "lr"))
     assert lines(out)[-1]["tokens_total"] == sum(column(out, "tokens"))
     final = json.loads((out / "final.json").read_text())
@@ -93,6 +97,9 @@ def test_a_run_leaves_what_the_design_says(whole):
     assert not counters & lines(out)[-1].keys()  # what never moves is no curve
     assert counters & events(out, "packing")[0].keys() == counters - {"eval/loss"}
     assert [event["step"] for event in events(out, "save")] == [3, 6, 8]
+    samples = events(out, "sample")
+    assert [event["step"] for event in samples] == [4, 8]
+    assert all(event["text"] in printed for event in samples)
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "step 8/8" in printed
     assert "def " in printed

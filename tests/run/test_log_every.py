@@ -252,7 +252,9 @@ def test_between_two_looks_nothing_is_read_and_the_watch_allows_for_all_of_them(
 
 
 def test_of_steps_that_are_read_at_once_the_last_is_shown(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(sys.modules["trainkit.run.sinks.console"], "_LINE_SECONDS", 0.0)
+    console = sys.modules["trainkit.run.sinks.console"]
+    monkeypatch.setattr(console, "_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(console, "_LINE_GROWTH", 0.0)
     train(tmp_path, 21, every=5)
     shown = [line.split("/")[0] for line in capfd.readouterr().out.splitlines()]
     assert [x for x in shown if x.startswith("step")] == [

@@ -14,11 +14,14 @@ import pytest
 import torch
 from recipe_runs import events, lines
 
+from trainkit import health
 from trainkit.data import PackedCorpus, make_corpus
 from trainkit.mesh import solo_parallel
-from trainkit.metrics import decoder_flops
+from trainkit.metrics import decoder_flops, recomputed_flops
 from trainkit.models import make_decoder_config
 from trainkit.packing import pack_bins
+from trainkit.parallel import recompute
+from trainkit.phases import measure_phase
 from trainkit.run import EXIT_SAVED, Run, Timeouts, make_run_dir, open_run, startup, watchdog
 from trainkit.run.config import RunConfig
 from trainkit.run.lock import lock_run
@@ -152,9 +155,10 @@ def test_without_keep_best_evaluations_save_nothing(tmp_path):
     assert evaluate_each_step(tmp_path, [3.0, 2.0, 1.0, 4.0], keep_best=0) == ([4], [4])
 
 
-def record_step(folder, rows, *, peak_flops=None, frozen=False):
+def record_step(folder, rows, *, peak_flops=None, frozen=False, recomputed="none"):
     """Train one step of 4 tokens, as if by a decoder; return its line of metrics.jsonl."""
-    model = torch.nn.Linear(1, 1).requires_grad_(not frozen)
+    model = torch.nn.ModuleList([torch.nn.Linear(1, 1)]).requires_grad_(not frozen)
+    recompute(recomputed, blocks="*")(model, solo_parallel())
     optimizer = torch.optim.SGD(model.parameters())
     logging = LoggingOptions(peak_flops=peak_flops)
     with open_run(folder, timeouts=TIMEOUTS) as run:
@@ -170,9 +174,116 @@ def test_a_step_has_the_share_of_the_peak_that_its_model_flops_are(tmp_path):
     line = record_step(tmp_path / "cpu", rows, peak_flops=1e9)
     flops = decoder_flops(make_decoder_config("tiny"), [3, 1])  # the means of 4 tokens, times 4
     assert line["mfu"] == pytest.approx(flops / line["seconds"] / 1e9)
+    assert line["hfu"] == line["mfu"]
+    again = record_step(tmp_path / "again", rows, peak_flops=1e9, recomputed="full")
+    repeated = recomputed_flops(make_decoder_config("tiny"), [3, 1], "full")
+    assert again["hfu"] / again["mfu"] == pytest.approx(1 + repeated / flops)
+    by_cost = record_step(tmp_path / "by cost", rows, peak_flops=1e9, recomputed="0.4")
+    assert "mfu" in by_cost
+    assert "hfu" not in by_cost
     assert "mfu" not in record_step(tmp_path / "unknown peak", rows)
     assert "mfu" not in record_step(tmp_path / "unknown rows", None, peak_flops=1e9)
     assert "mfu" not in record_step(tmp_path / "frozen", rows, peak_flops=1e9, frozen=True)
+
+
+def test_an_unknown_peak_is_named_once(tmp_path, capsys):
+    record_step(tmp_path / "run", PackedCorpus(make_corpus([[1]]), pack_bins([1], 4)))
+    assert capsys.readouterr().out.count("no mfu: the peak of this processor is not known") == 1
+
+
+def test_a_run_has_the_times_of_its_start_and_what_it_runs_on(tmp_path):
+    record_step(tmp_path, None)
+    [start] = events(tmp_path, "startup")
+    assert {"imports", "connect", "resume", "other"} <= start["phases"].keys()
+    assert all(seconds >= 0 for seconds in start["phases"].values())
+    [host] = events(tmp_path, "host")
+    assert [entry["ranks"] for entry in host["hosts"]] == [[0]]
+    assert host["hosts"][0]["torch"] == torch.__version__
+    assert host["layout"]["tp"] == 1
+
+
+def test_seconds_by_phase_add_up_to_the_time_between_two_lines(tmp_path):
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    metrics = {"loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "tokens": 1}
+    with open_run(tmp_path, timeouts=TIMEOUTS) as run:
+        state = run.resume(model, optimizer)
+        logging = LoggingOptions(log_every=2)
+        with run.loop(state, model, optimizer, steps=9, replay=None, logging=logging) as loop:
+            for _ in range(3):
+                state = attrs.evolve(state, step=state.step + 1)
+                with measure_phase("forward"):
+                    time.sleep(0.02)
+                state = loop.record(state, metrics, StepBatch([], Cursor(1)))
+                loop.evaluate(state, lambda: time.sleep(0.05) or {"loss": 1.0, "tokens": 1})
+                loop.checkpoint(state)
+    first, second, third = lines(tmp_path)
+    for line in (first, second, third):
+        assert 0.02 <= line["seconds/forward"] < 0.05
+    assert "seconds/evaluate" not in first  # it came after the line
+    assert 0.05 <= second["seconds/evaluate"] < 0.1
+    phases = [x for name, x in second.items() if name.startswith("seconds/")]
+    assert sum(phases) == pytest.approx(second["time"] - first["time"], abs=5e-3)
+
+
+def test_what_the_watch_warned_of_becomes_an_event(tmp_path):
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    metrics = {"loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "tokens": 1}
+    with open_run(tmp_path, timeouts=TIMEOUTS) as run:
+        state = run.resume(model, optimizer)
+        with run.loop(state, model, optimizer, steps=9, replay=None) as loop:
+            run.notices.append("watch: rank 1 is slower than the others")
+            loop.record(attrs.evolve(state, step=1), metrics, StepBatch([], Cursor(1)))
+    [event] = events(tmp_path, "warning")
+    assert (event["step"], event["what"]) == (1, "watch: rank 1 is slower than the others")
+
+
+def diverge(folder, on_divergence, losses):
+    """Take a step of each loss; return the steps that were saved, and the exit code."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    policy = health.Policy(on_divergence=on_divergence, spike_after=999)
+    code = 0
+    try:
+        with open_run(folder, timeouts=TIMEOUTS) as run:
+            state = run.resume(model, optimizer)
+            with run.loop(
+                state, model, optimizer, steps=len(losses), replay=None, policy=policy
+            ) as loop:
+                for loss in losses[state.step :]:
+                    state = attrs.evolve(state, step=state.step + 1)
+                    metrics = {"loss": loss, "grad_norm": 1.0, "lr": 0.1, "tokens": 1}
+                    state = loop.record(state, metrics, StepBatch([], Cursor(1)))
+                    if loop.checkpoint(state):
+                        break
+    except SystemExit as end:
+        code = end.code
+    return [event["step"] for event in events(folder, "save")], code
+
+
+LOSSES = [3.0] * 12 + [9.0] * 4
+
+
+def test_a_training_loss_that_stays_high_saves_and_stops_or_only_stops_or_neither(tmp_path):
+    # The smoothed loss is a nat above its minimum from step 13 on, which is high three times by 15.
+    assert diverge(tmp_path / "save", "save", LOSSES) == ([15], 67)
+    assert diverge(tmp_path / "stop", "stop", LOSSES) == ([], 67)
+    assert diverge(tmp_path / "ignore", "ignore", LOSSES) == ([16], 0)
+    [event] = events(tmp_path / "save", "divergence")
+    assert event["step"] == 15
+    assert "the smoothed training loss is" in event["why"]
+
+
+def test_one_high_loss_is_no_divergence(tmp_path):
+    losses = [3.0] * 12 + [6.5] + [3.0] * 3
+    assert diverge(tmp_path, "stop", losses) == ([16], 0)
+
+
+def test_the_window_of_a_diverging_loss_goes_on_after_a_restart(tmp_path):
+    assert diverge(tmp_path, "stop", LOSSES[:14]) == ([14], 0)
+    assert diverge(tmp_path, "stop", LOSSES)[1] == 67
+    assert [event["step"] for event in events(tmp_path, "divergence")] == [15]
 
 
 class Remembers(torch.optim.SGD):

@@ -6,6 +6,7 @@ from collections import defaultdict
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import attrs
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -106,7 +107,7 @@ def scatter_batches(
             batch = _deserialize(received.cpu())
         if device is None:
             return batch
-        return StepBatch([to_device(x, device) for x in batch.microbatches], batch.cursor)
+        return attrs.evolve(batch, microbatches=[to_device(x, device) for x in batch.microbatches])
 
     return make_batch
 

@@ -10,6 +10,7 @@ import numpy as np
 from trainkit.data.cache import load_or_pack_bins
 from trainkit.data.concat import ConcatCorpus, concat_corpora, fingerprint
 from trainkit.packing import report_packing
+from trainkit.packing.bins import select_rows
 from trainkit.packing.report import bins_hash
 from trainkit.types import SOLO, Bins, Log, log_info
 
@@ -61,6 +62,37 @@ class PackedCorpus:
             return None
         # From the right, which skips sources without rows.
         return np.searchsorted(np.cumsum(list(self.num_rows.values())), rows, side="right")
+
+    def count_by_source(self, rows: ArrayLike) -> dict[str, int]:
+        """Return how many of some rows, and of their tokens, are of each source.
+
+        Args:
+            rows: Integers `[R]`: the rows of a global batch.
+
+        Returns:
+            "rows/NAME" and "tokens/NAME" for each source, without padding; {} without `num_rows`.
+
+        Examples:
+            >>> from trainkit.data.corpus import make_corpus
+            >>> from trainkit.packing import pack_bins
+            >>> corpus = make_corpus([[1, 2, 3], [4, 5]])
+            >>> packed = PackedCorpus(corpus, pack_bins(corpus.lengths, 3), {"web": 1, "code": 1})
+            >>> packed.count_by_source([0])
+            {'rows/web': 1, 'rows/code': 0, 'tokens/web': 3, 'tokens/code': 0}
+        """
+        sources = self.source_of(rows)
+        if sources is None or self.num_rows is None:
+            return {}
+        chosen = select_rows(self.bins, rows)
+        num_rows = np.bincount(sources, minlength=len(self.num_rows))
+        # A row has at least one piece, as `reduceat` needs.
+        row_tokens = np.add.reduceat(chosen.lengths, chosen.offsets[:-1])
+        num_tokens = np.bincount(sources, weights=row_tokens, minlength=len(self.num_rows))
+        return {
+            f"{kind}/{name}": int(count)
+            for kind, counts in (("rows", num_rows), ("tokens", num_tokens))
+            for name, count in zip(self.num_rows, counts, strict=True)
+        }
 
 
 def split_held_out(

@@ -13,6 +13,7 @@ import torch
 
 from trainkit.batch import to_device
 from trainkit.batch.batches import map_tensors
+from trainkit.phases import as_phase
 from trainkit.types import DataError, StepBatch
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def prefetch_batches(
     end: list[BaseException | None] = []  # the error or the None that ended the batches
     is_timed_out = is_closed = False
 
+    @as_phase("data")
     def next_batch(cursor: Cursor | None = None) -> StepBatch | None:
         nonlocal worker, next_cursor, is_timed_out
         if is_closed:

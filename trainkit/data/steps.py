@@ -83,15 +83,17 @@ def make_step_batch(
         >>> len(batch.microbatches), batch.cursor.batch
         (2, 1)
     """
+    rows = rows_at(cursor.batch)
     microbatches = make_microbatches(
         packed,
-        rows_at(cursor.batch),
+        rows,
         data_shard=data_shard,
         rows_per_microbatch=rows_per_microbatch,
         pad_id=pad_id,
         device=device,
     )
-    return _finish_step(microbatches, cursor, noise_seed)
+    counts = packed.count_by_source(rows)
+    return attrs.evolve(_finish_step(microbatches, cursor, noise_seed), counts=counts)
 
 
 def make_dataset_batch(

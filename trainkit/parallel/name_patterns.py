@@ -33,7 +33,8 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
         >>> compile_pattern("layers.*.{up,down}").pattern
         'layers\\.[^.]*\\.(?:up|down)'
     """
-    depth, translated = 0, []
+    depth = 0
+    translated: list[str] = []
     for piece in _PIECES.findall(pattern):
         depth += (piece == "{") - (piece == "}")
         if depth < 0 or piece == "[":

@@ -258,14 +258,10 @@ def find_blocks(
     if pattern is None:
         return []
     named = module.named_modules()
-<<<<<<< HEAD
+    # Not the model itself: its name "" would match "*".
     blocks = [
         block for name, block in named if name and name_matches(canonical_name(name), pattern)
     ]
-=======
-    # Not the model itself: its name "" would match "*".
-    blocks = [block for name, block in named if name and name_matches(name, pattern)]
->>>>>>> h4
     if needed_by and not blocks:
         children = [f"{name} ({type(child).__name__})" for name, child in module.named_children()]
         raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -245,6 +245,17 @@ def _hide_from_recomputation(forward: Forward) -> Forward:
         return _unseen(partial(forward, self), *args)
 
     return call
+
+
+def get_recompute_mode(modules: Iterable[nn.Module]) -> str:
+    """Return the mode that `recompute` gave to blocks of a model, "none" if it gave none.
+
+    Examples:
+        >>> get_recompute_mode([nn.Linear(1, 1)])
+        'none'
+    """
+    modes = (mode for module in modules for mode in _MODE.read_all(module))
+    return next(modes, "none")
 
 
 def refuse_by_cost(module: nn.Module, *, by: str) -> None:

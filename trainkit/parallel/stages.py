@@ -27,6 +27,7 @@ from trainkit.parallel.precision import widen_gradients_
 from trainkit.parallel.split import assign_stages, decoder_costs, split_layer_ranges
 from trainkit.parallel.stage_ranks import StagePlace, attach_axes, place_stage_
 from trainkit.parallel.transforms import OF_THE_WHOLE, Transform, check_plan
+from trainkit.phases import as_phase
 from trainkit.types import (
     Call,
     ConfigError,
@@ -86,6 +87,7 @@ SplitModel = Callable[[nn.Module, int], Sequence[nn.Module]]
 """`split(model, num_stages)`: all stages of a whole model; see `split_layers`."""
 
 
+@as_phase("model")
 def build_stages(
     make_model: Callable[[], nn.Module],
     ps: ParallelState,

@@ -16,6 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 from trainkit.parallel.grad_reduction import Reduction, find_reducers, reshards_after_forward
 from trainkit.parallel.split import Kind
 from trainkit.parallel.stage_ranks import StagePlace
+from trainkit.phases import as_phase, measure_phase
 from trainkit.types import Axis
 
 Run = Callable[[nn.Module, int, tuple[Tensor, ...]], Any]
@@ -70,8 +71,10 @@ class Stage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **_: Any) -> Any:
         """Run the stage on the tensors that it has received."""
-        return self.run(self.module, self.microbatch, args)
+        with measure_phase("forward"):
+            return self.run(self.module, self.microbatch, args)
 
+    @as_phase("backward")
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from trainkit import health
-from trainkit.collectives import all_gather_objects, run_on_all_ranks
+from trainkit.collectives import run_on_all_ranks
 from trainkit.data.concat import fingerprint
 from trainkit.data.packed import make_data_facts
 from trainkit.files import atomic_write, format_toml, print_to_stderr
@@ -34,24 +35,37 @@ from trainkit.metrics import (
     make_step_records,
     model_flops_utilization,
     peak_flops,
-    read_memory_stats,
+    recomputed_flops,
 )
 from trainkit.models.config import DecoderConfig
 from trainkit.optim.combine import use_averaged_parameters
 from trainkit.parallel.describe_run import describe_run
 from trainkit.parallel.parameters import modules_of
+from trainkit.parallel.recompute import get_recompute_mode
+from trainkit.phases import PhaseTimes, as_phase, measure_phase, record_phases
 from trainkit.run.config import config_to_dict, make_config_facts, make_resume_rules
+from trainkit.run.device_health import describe_signs, watch_device
 from trainkit.run.directory import make_run_dir
 from trainkit.run.errors import EXIT_SAVED, report_errors
+from trainkit.run.find_nan import find_first_nan
 from trainkit.run.garbage import Collect, collect_manually
+from trainkit.run.inventory import RankReadings, gather_inventory, measure_startup
+from trainkit.run.layers import LayerStatistics, watch_layers
 from trainkit.run.lock import lock_run
 from trainkit.run.log import make_logger, print_warning
 from trainkit.run.plots.load import plot_expert_load
 from trainkit.run.plots.loss import plot_loss
+from trainkit.run.profiling import ProfileSummary, profile
 from trainkit.run.reproducible import set_numerics
 from trainkit.run.signals import StopReason, open_stop_vote, trap_signals
-from trainkit.run.sinks.jsonl import WriteEvent, compare_evaluations, fsync_jsonl, read_jsonl
-from trainkit.run.sinks.named import LoggingOptions, named_sinks
+from trainkit.run.sinks.jsonl import (
+    WriteEvent,
+    compare_evaluations,
+    fsync_jsonl,
+    open_events,
+    read_jsonl,
+)
+from trainkit.run.sinks.named import LoggingOptions, ProfileSteps, named_sinks
 from trainkit.run.sinks.open_run_sinks import open_run_sinks, summarize_run
 from trainkit.run.startup import check_ranks_agree, make_code_facts
 from trainkit.run.timeouts import Timeouts
@@ -94,6 +108,7 @@ _SOFTWARE = "software"  # a fact that may change, as people edit their recipes; 
 # Paths and names: they may change on resume, since hashes compare the contents.
 _NAMES_ONLY = ("files", "context", "base_from")
 _LOG_EVERY = 10  # steps between two reads of the metrics, where the host waits for a device
+_READ_EVERY = 10  # steps between two looks at the memory and the health of all ranks
 
 Evaluate = Callable[[], Mapping[str, float]]
 """`Evaluate() -> {name: value}`: one evaluation, with a `loss` and the number of its `tokens`,
@@ -158,10 +173,19 @@ def open_run(
     folder = Path(run_dir)
     # The saves count what they have written here, and the watch reads it.
     progress = SaveProgress()
+    notices: deque[str] = deque()
+
+    def warn(message: str) -> None:
+        # On the thread of the watch, which must not wait for a disk: the loop makes the events.
+        print_to_stderr(message)
+        notices.append(message)
+
+    started = measure_startup()
     if numerics is not None:
         # Before the process group and CUDA, as `use_deterministic` demands.
         set_numerics(numerics)
     with (
+        record_phases() as times,
         report_errors(),
         trap_signals() as stop_reason,
         parallel_session(
@@ -171,6 +195,7 @@ def open_run(
             stop_reason=stop_reason,
         ) as ps,
     ):
+        connected = times.read()
         run_on_all_ranks(lambda: str(make_run_dir(folder)), ps.world)
         with (
             lock_run(folder, ps.world) as renew_lock,
@@ -183,6 +208,7 @@ def open_run(
                 grace=timeouts.grace,
                 renew_lock=renew_lock,
                 count_written=lambda: progress.parts,
+                log=warn,
             ) as phase,
             open_stop_vote(stop_reason, ps.world) as stopping,
         ):
@@ -194,6 +220,12 @@ def open_run(
                 timeouts=timeouts,
                 config=config,
                 progress=progress,
+                notices=notices,
+                times=times,
+                startup={
+                    **({} if started is None else {"imports": started}),
+                    "connect": sum(connected.values()),
+                },
             )
             _check_start(run, numerics)
             yield run
@@ -249,7 +281,20 @@ class Run:
     """What `resume` logged."""
 
     flops_per_token: float | None = None
-    """The mean over the rows, for the metric `mfu`; `resume` sets it if it knows model and rows."""
+    """The model's, a mean over the rows, for the metric `mfu`; `resume` sets it where model and
+    rows are known."""
+
+    hardware_flops_per_token: float | None = None
+    """The same with the operations that recomputation repeats, for the metric `hfu`."""
+
+    notices: deque[str] = attrs.field(factory=deque)
+    """What the watch warned of, as of a slow rank, and no event has yet."""
+
+    times: PhaseTimes = attrs.field(factory=PhaseTimes)
+    """Seconds by phase, since they were read last."""
+
+    startup: Mapping[str, float] = attrs.field(factory=dict)
+    """Seconds of the phases of the start that are over when `open_run` yields."""
 
     def log(self, message: str) -> None:
         """Print a message on the first rank."""
@@ -270,6 +315,7 @@ class Run:
         """
         self.log(describe_run(stages, rows, rows_per_step=rows_per_step, precision=precision))
 
+    @as_phase("resume")
     def resume(
         self,
         stages: Iterable[nn.Module] | nn.Module,
@@ -346,7 +392,9 @@ class Run:
         )
         self.log("\n".join(self.resume_messages) or "starting from scratch")
         self._write_config()
-        self.flops_per_token = _count_flops_per_token(model, rows, stages)
+        self.flops_per_token, self.hardware_flops_per_token = _count_flops_per_token(
+            model, rows, stages
+        )
         return state
 
     def _write_config(self) -> None:
@@ -407,6 +455,11 @@ class Run:
         # The peak of a CPU is unknown, so mfu needs it from the user there.
         if peak is None and device.type == "cuda":
             peak = peak_flops(torch.cuda.get_device_name(device))
+        if peak is None and self.flops_per_token is not None:
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this processor"
+            self.log(f"no mfu: the peak of {name} is not known; --logging.peak-flops gives it")
+        if logging.sync_phases and device.type != "cpu":
+            self.times.wait = partial(torch.accelerator.synchronize, device)
         if state.step >= steps:
             self.log(
                 f"the run in {self.dir} is complete at step {state.step}; --steps takes it further"
@@ -419,8 +472,11 @@ class Run:
             checkpoints=checkpoints or checkpoint.CheckpointOptions(),
             log_every=logging.log_every or default_interval,
             policy=policy or health.Policy(),
-            flops_per_token=self.flops_per_token,
             peak_flops=peak,
+            readings=RankReadings(device, self.ps.world),
+            profile=ProfileSteps.parse(logging.profile) if logging.profile else None,
+            anomaly=logging.anomaly,
+            layers_every=logging.layers_every,
             current=state,
             first_step=state.step,
         ).open(
@@ -482,9 +538,11 @@ class Loop:
     _checkpoints: checkpoint.CheckpointOptions
     _log_every: int
     _policy: health.Policy
-    # For the metric `mfu`: the model's FLOPs per token, and FLOP/s of one device; None if unknown.
-    _flops_per_token: float | None
-    _peak_flops: float | None
+    _peak_flops: float | None  # FLOP/s of one device, None if unknown
+    _readings: RankReadings
+    _profile: ProfileSteps | None  # to profile next, or now
+    _anomaly: bool
+    _layers_every: int
     # The state of the stages and the optimizer, as far as the loop knows it. It is consistent until
     # the next optimizer step starts, which writes parameters and moments one by one and is followed
     # by the counters: see `_find_unsaved`.
@@ -496,6 +554,8 @@ class Loop:
     _save: Save = attrs.field(init=False)
     _guard: Guard = attrs.field(init=False)
     _collect: Collect = attrs.field(init=False)
+    _read_signs: Callable[[], int] = attrs.field(init=False)
+    _profiling: contextlib.ExitStack | None = None  # open while steps are profiled
     _step_start: float = attrs.field(factory=time.perf_counter)
     # Steps whose metrics have not been read yet, and the batch of the last of them.
     _pending: list[tuple[TrainState, Mapping[str, Tensor | float]]] = attrs.field(factory=list)
@@ -505,10 +565,12 @@ class Loop:
     _best_step: int | None = None  # the step of the last evaluation, if it is one of the best
     _last_saved: int | None = None  # the step of the save that was started last
     _stop_reason: str | None = None
+    _divergence: str = ""  # why the training loss has diverged
     _last_step: int = 0
     _optimizer_steps: int = 0
     _optimizer_steps_of_current: int = 0
-    _memory: dict[str, int] = attrs.field(factory=dict)  # of this rank, when measured last
+    _read_step: int | None = None  # at which the readings of all ranks were gathered last
+    _reported: set[tuple[int, str]] = attrs.field(factory=set)  # ranks and what is wrong with them
 
     @contextlib.contextmanager
     def open(self, replay: ForwardBackward, sinks: Mapping[str, OpenSink]) -> Iterator[Loop]:
@@ -538,6 +600,9 @@ class Loop:
             ) as (self._write_metrics, self._write_event),
             self._open_saver(replay) as (self._save, self._guard),
             collect_manually() as self._collect,
+            watch_device(run.ps.device) as self._read_signs,
+            self._watch_layers() if self._layers_every else contextlib.nullcontext(),
+            find_first_nan() if self._anomaly else contextlib.nullcontext(),
         ):
             self._write_event(
                 "resume",
@@ -545,22 +610,73 @@ class Loop:
                 messages=run.resume_messages,
                 software=run.software,
             )
+            self._write_event("startup", phases={**run.startup, **run.times.read()})
+            self._write_event(
+                "host",
+                hosts=gather_inventory(run.ps.device, run.ps.world),
+                layout=run.ps.degrees,
+            )
             counting = self._optimizer.register_step_pre_hook(count)
             try:
+                self._switch_profiler(self._first_step)
                 yield self
             finally:
                 counting.remove()
+                self._stop_profiler()
             # Without an exception, so the steps since the last read are good ones.
             if self._pending:
                 self._read_pending(self._pending[-1][0])
             if self._stop_reason:
                 self._write_event("stop", step=self._last_step, why=self._stop_reason)
+        if self._divergence:
+            raise self._make_divergence_error(self._last_step)
         if self._stop_reason:
             run.log(
                 f"stopped after step {self._last_step} ({self._stop_reason}); the same command "
                 "resumes from there"
             )
             run.log(summarize_run(run.dir))
+
+    @contextlib.contextmanager
+    def _watch_layers(self) -> Iterator[None]:
+        """Write statistics by layer at the steps that are due, on the first rank."""
+        run = self._run
+
+        def is_step_due() -> bool:
+            step = None if self._current is None else self._current.step + 1
+            return step is not None and is_due(step, self._layers_every, last=self._steps)
+
+        with contextlib.ExitStack() as stack:
+            append: WriteEvent = lambda *_, **__: None  # noqa: E731 (on other ranks)
+            if run.ps.world.index == 0:
+                append = stack.enter_context(
+                    open_events(run.dir / "layers.jsonl", log=run.logger.warning)
+                )
+
+            def write(kind: str, found: LayerStatistics) -> None:
+                step = None if self._current is None else self._current.step + 1
+                append(
+                    "layers",
+                    step=step,
+                    kind=kind,
+                    names=found.names,
+                    rms=found.rms,
+                    largest=found.largest,
+                    zeros=found.zeros,
+                    nonfinite=found.nonfinite,
+                )
+
+            stack.enter_context(
+                watch_layers(
+                    self._stages,
+                    self._optimizer,
+                    is_due=is_step_due,
+                    write=write,
+                    axis=run.ps.world,
+                    replica=run.ps.loss.index * run.ps.tp.count + run.ps.tp.index,
+                )
+            )
+            yield
 
     def _open_saver(self, replay: ForwardBackward) -> AbstractContextManager[tuple[Save, Guard]]:
         run = self._run
@@ -585,15 +701,17 @@ class Loop:
             progress=run.progress,
         )
 
+    @as_phase("log")
     def record(
         self, state: TrainState, metrics: Mapping[str, Tensor | float], batch: StepBatch
     ) -> TrainState:
         """Write the metrics of a step, check them, and return the state to continue with.
 
-        It waits for the metrics (`make_step_records`), adds the first rank's memory and `mfu`
-        (`read_memory_stats`, `model_flops_utilization`), writes them (`open_run_sinks`), and skips,
-        rolls back or ends as the policy says (`make_guard`). So it may return an earlier state.
-        After the first step an event "memory" has the peak of every rank.
+        It waits for the metrics (`make_step_records`), adds what the step cost: seconds by phase
+        (`PhaseTimes`), `mfu` and `hfu` (`model_flops_utilization`), and the memory of the rank that
+        has the highest peak (`RankReadings`, gathered every 10 steps). It writes them
+        (`open_run_sinks`), and skips, rolls back or ends as the policy says (`make_guard`). So it
+        may return an earlier state. After the first step an event "memory" has every rank's peak.
 
         With `LoggingOptions.log_every` above 1 it does so for that many steps at once, after the
         first step, and before anything else happens between two steps. Other steps do not wait for
@@ -618,18 +736,24 @@ class Loop:
         if is_first:  # a save that cannot succeed is refused here, not many steps later
             check_savable(state, self._stages, self._optimizer, run.ps)
         self._pending.append((state, metrics))
+        if self._read_step is None or state.step - self._read_step >= _READ_EVERY:
+            self._readings.gather(self._read_signs())
+            self._read_step = state.step
+            self._report_signs(state.step)
         # The time of the next steps starts here: these are queued on the device already.
         run.phase(f"step {state.step + 1}", allow=self._log_every * run.timeouts.step_timeout)
         self._has_recorded = True
         state = self._read_pending(state)
-        if is_first:  # the peak of every rank: the lines of steps have the first rank's alone
-            peaks = all_gather_objects(self._memory["memory_peak"], run.ps.world)
+        while run.notices:
+            self._write_event("warning", step=state.step, what=run.notices.popleft())
+        if is_first:
+            peaks = self._readings.read_peaks()
             self._write_event("memory", step=state.step, memory_peak=peaks)
             if len(peaks) > 1:
                 peak = max(peaks)
                 run.log(
                     f"memory: at most {peak / 2**30:.2f} GiB on a rank so far, on rank "
-                    f"{peaks.index(peak)}; metrics.jsonl has that of rank 0"
+                    f"{peaks.index(peak)}"
                 )
         return state
 
@@ -650,7 +774,7 @@ class Loop:
             return checked  # the state to evaluate was rolled back
         state = checked
         self._run.phase("evaluation", allow=self._run.timeouts.start_timeout)
-        with use_averaged_parameters(self._optimizer):
+        with measure_phase("evaluate"), use_averaged_parameters(self._optimizer):
             results = evaluator()
         state = health.stop_if_diverged(state, results["loss"])
         score = results.get("score", results["loss"])
@@ -678,8 +802,15 @@ class Loop:
         The ranks vote on whether to stop (`open_stop_vote`). A save is due every
         `CheckpointOptions.save_every` steps, when the run stops, and when the step's evaluation is
         among the `keep_best` best (`open_saver`). Then garbage is collected (`collect_manually`).
+
+        Raises:
+            NumericsError: The training loss has diverged, with `Policy.on_divergence`: here, or
+                when the block of the loop ends, after the save.
         """
-        self._stop_reason = self._run.stopping()
+        if self._divergence and self._policy.on_divergence == "stop":
+            raise self._make_divergence_error(state.step)
+        # With "save", the error is raised when the save has ended.
+        self._stop_reason = self._run.stopping() or self._divergence or None
         is_saved = bool(
             self._stop_reason or self._is_save_due(state) or self._best_step == state.step
         )
@@ -687,14 +818,56 @@ class Loop:
             state = self._read_pending(state)
             # Before the save, which may fail: `_is_saved` looks at the disk as well.
             self._last_saved = state.step
-            self._save(state, self._get_score(state.step))
+            with measure_phase("save"):
+                self._save(state, self._get_score(state.step))
         # A save has interrupted the steps anyway.
-        self._collect(idle=is_saved)
+        with measure_phase("garbage"):
+            self._collect(idle=is_saved)
         self._last_step = state.step
+        self._switch_profiler(state.step)
         # Pending steps share the time since the first of them began.
         if not self._pending:
             self._step_start = time.perf_counter()
         return self._stop_reason
+
+    def _switch_profiler(self, step: int) -> None:
+        """Start or stop the profiler after a step, if it is the time."""
+        steps = self._profile
+        if steps is None:
+            return
+        if self._profiling is not None and step >= steps.last:
+            self._stop_profiler()
+            self._profile = None
+        elif self._profiling is None and step + 1 == steps.first:
+            run = self._run
+            folder = run.dir / "profiles" / f"step_{steps.first:08d}"
+            self._profiling = contextlib.ExitStack()
+            self._profiling.enter_context(
+                profile(
+                    folder,
+                    rank=run.ps.world.index,
+                    device=run.ps.device,
+                    report=partial(self._report_profile, steps, folder),
+                )
+            )
+
+    def _stop_profiler(self) -> None:
+        if self._profiling is not None:
+            self._profiling.close()
+            self._profiling = None
+
+    def _report_profile(self, steps: ProfileSteps, folder: Path, summary: ProfileSummary) -> None:
+        self._run.log(f"profile of steps {steps.first} to {steps.last}: {summary}")
+        self._run.log(f"  a trace of each rank is in {folder}: open one in ui.perfetto.dev")
+        self._write_event(
+            "profile",
+            step=steps.last,
+            first=steps.first,
+            path=str(folder),
+            seconds=summary.seconds,
+            idle=summary.idle,
+            operations=[attrs.asdict(one) for one in summary.operations],
+        )
 
     def is_due(self, state: TrainState, every: int, *, since: int = 0) -> bool:
         """Return whether something is due that is done every so many steps, and after the last one.
@@ -712,6 +885,11 @@ class Loop:
         """Add a line to events.jsonl with a name, the step if it is given, and these facts."""
         values = dict(facts or {})
         self._write_event(name, **(values if step is None else {"step": step} | values))
+
+    def show_sample(self, state: TrainState, text: str) -> None:
+        """Print what the model has written after a step, and add an event "sample" with it."""
+        self._run.log(text)
+        self._write_event("sample", step=state.step, text=text)
 
     def result(self, metric: str) -> None:
         """Add an event "result": the first and the last value of an evaluation, as "eval/loss".
@@ -744,22 +922,9 @@ class Loop:
         self._current = None  # a roll-back writes parameters: until it is over, nothing is whole
         newest_health = steps[0][0].health if steps else state.health
         records = make_step_records([metrics for _, metrics in steps], begin=self._step_start)
-        if steps:
-            device = self._run.ps.device
-            memory = read_memory_stats(device)
-            if device.type == "cpu":  # the peak of the whole process never falls
-                before = self._memory.get("memory_peak", 0)
-                memory["memory_peak"] = max(before, memory["memory_peak"])
-            self._memory = memory
+        costs = self._measure_costs(len(steps))
         for (at_step, _), record in zip(steps, records, strict=True):
-            if self._flops_per_token and self._peak_flops and "tokens_processed" in record:
-                record["mfu"] = model_flops_utilization(
-                    self._flops_per_token * record["tokens_processed"],
-                    record["seconds"],
-                    peak=self._peak_flops,
-                    devices=self._run.ps.world.count,
-                )
-            record.update(self._memory)
+            record.update(costs | self._measure_utilization(record))
             self._write_metrics(at_step.step, record)
             # Counts of bad steps come from the steps checked before this one; the loss scale, which
             # moves on the device in every step, from the step itself.
@@ -775,9 +940,63 @@ class Loop:
                 # The run is at a checkpoint again, which has all of its state.
                 self._last_saved = checked.step
                 return self._set_current(checked)
+            checked = self._watch_divergence(checked, record)
             newest_health = checked.health
         scaled = health.copy_loss_scale(state.health, newest_health)
         return self._set_current(attrs.evolve(state, health=scaled))
+
+    def _measure_costs(self, steps: int) -> dict[str, float]:
+        """Return what each of some steps cost: the time, seconds by phase, and memory."""
+        if not steps:
+            return {}
+        # What follows a step, as an evaluation does, counts for the next line: over all lines the
+        # phases add up to the time of the run.
+        seconds = self._run.times.read().items()
+        phases = {f"seconds/{phase}": value / steps for phase, value in seconds}
+        return {"time": time.time(), **phases, **self._readings.read_memory()}
+
+    def _measure_utilization(self, record: Mapping[str, Any]) -> dict[str, float]:
+        """Return `mfu` and `hfu` of a step, where the operations and the peak are known."""
+        known = {"mfu": self._run.flops_per_token, "hfu": self._run.hardware_flops_per_token}
+        tokens = record.get("tokens_processed")
+        if tokens is None or self._peak_flops is None:
+            return {}
+        return {
+            name: model_flops_utilization(
+                flops_per_token * tokens,
+                record["seconds"],
+                peak=self._peak_flops,
+                devices=self._run.ps.world.count,
+            )
+            for name, flops_per_token in known.items()
+            if flops_per_token is not None
+        }
+
+    def _report_signs(self, step: int) -> None:
+        """Warn of each rank whose device or host is sick, once for each sign."""
+        for rank, signs in enumerate(self._readings.read_signs()):
+            for what in describe_signs(signs):
+                if (rank, what) not in self._reported:
+                    self._reported.add((rank, what))
+                    self._write_event("health", step=step, rank=rank, what=what)
+                    self._run.log(f"warning: the device of rank {rank} may be sick: {what}")
+
+    def _watch_divergence(self, state: TrainState, record: Mapping[str, Any]) -> TrainState:
+        """Look at the training loss over a window of steps, if the policy asks for it."""
+        if self._policy.on_divergence == "ignore" or record.get("skipped"):
+            return state
+        reason, memory = health.check_divergence(record["loss"], state.health, name="training")
+        if reason and not self._divergence:
+            self._divergence = reason
+            self._write_event("divergence", step=state.step, why=reason)
+        return attrs.evolve(state, health=memory)
+
+    def _make_divergence_error(self, step: int) -> NumericsError:
+        return NumericsError(
+            f"training has diverged by step {step}: {self._divergence}",
+            where=f"step {step}",
+            hint="look at the learning rate; --resume takes an earlier checkpoint",
+        )
 
     def _find_unsaved(self, error: BaseException) -> UnsavedState | None:
         """Return the state to save when an error ends the run; None if it is saved or torn.
@@ -826,13 +1045,17 @@ class Loop:
 
 def _count_flops_per_token(
     model: Any, rows: PackedCorpus | None, stages: Sequence[nn.Module]
-) -> float | None:
-    """Return the mean over the rows, or None if it is unknown."""
+) -> tuple[float | None, float | None]:
+    """Return the model's operations for a token and the hardware's, None where unknown."""
     # With frozen parameters the backward pass costs less than the formula says.
     is_trained = all(p.requires_grad for stage in stages for p in stage.parameters())
     if rows is None or not isinstance(model, DecoderConfig) or not is_trained:
-        return None
-    return decoder_flops(model, rows.bins.lengths) / max(int(rows.bins.lengths.sum()), 1)
+        return None, None
+    lengths = rows.bins.lengths
+    tokens = max(int(lengths.sum()), 1)
+    flops = decoder_flops(model, lengths)
+    repeated = recomputed_flops(model, lengths, get_recompute_mode(stages))
+    return flops / tokens, None if repeated is None else (flops + repeated) / tokens
 
 
 def gather_facts(

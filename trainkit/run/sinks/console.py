@@ -1,4 +1,4 @@
-"""The progress of a run: a bar on a terminal, a line every two seconds in a log or a pipe."""
+"""The progress of a run: two lines on a terminal, and ever fewer lines in a log or a pipe."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from trainkit.types import DelayedMetrics, Sink, needs_extra
 
 _BAR_SECONDS = 0.1
 _LINE_SECONDS = 2.0
+# A log of a day would have 40,000 lines, so the time between two of them grows with the run's: the
+# first minute has 15, the first hour 50, and every further hour 30.
+_LINE_GROWTH = 0.1
+_MOST_SECONDS = 120.0
 
-Show = Callable[[int, str], None]
+Show = Callable[[int, Mapping[str, Any], float], None]
+"""`show(step, values, seconds_left)`."""
 
 
 def escape_control_characters(text: str) -> str:
@@ -30,13 +35,15 @@ def escape_control_characters(text: str) -> str:
 
 @contextlib.contextmanager
 def open_console(total: int, *, start: int = 0, stream: TextIO | None = None) -> Iterator[Sink]:
-    """Yield a sink that shows step, loss, tokens per second, learning rate, norm and time left.
+    """Yield a sink that shows how far a run is, how long it takes yet, and its newest numbers.
 
-    It reads `loss`, `tokens_per_second`, `lr` and `grad_norm` of the values; a missing one shows
-    as a dash. A model with experts also shows `load_over_mean`. A step that `overflowed` shows, in
-    place of its norm, that it was skipped, and the next `loss_scale`. Of steps that are read at
-    once it shows the last. Most calls only read the clock: a bar is redrawn ten times a second at
-    most; a line is written for the first step, the last step and every two seconds between.
+    On a terminal these are two lines that are drawn again ten times a second at most: a bar with
+    the time left; and loss, rate, norm, tokens per second, utilization and memory, those of them
+    that a step has. Elsewhere a line is written for the first step and the last, and between them
+    every two seconds at first and every two minutes after a while. A model with experts also shows
+    `load_over_mean`. A step that `overflowed` shows, in place of its norm, that it was skipped, and
+    the next `loss_scale`. Of steps that are read at once it shows the last. Most calls only read
+    the clock.
 
     Args:
         total: The last step of the run.
@@ -52,10 +59,10 @@ def open_console(total: int, *, start: int = 0, stream: TextIO | None = None) ->
         step 1/2  loss 5.5450  41.0k tok/s  lr 3.00e-04  norm 1.25  left ...
     """
     stream = sys.stdout if stream is None else stream
-    show_in, interval = (
-        (_open_bar, _BAR_SECONDS) if stream.isatty() else (_open_lines, _LINE_SECONDS)
-    )
-    first = (time.monotonic(), start)  # the speed is measured from here
+    is_terminal = stream.isatty()
+    show_in = _open_bar if is_terminal else _open_lines
+    opened = time.monotonic()
+    first = (opened, start)  # the speed is measured from here
     due = 0.0
     waiting: tuple[float, int, Mapping[str, Any]] | None = None
     with show_in(stream, start, total) as show:
@@ -66,7 +73,7 @@ def open_console(total: int, *, start: int = 0, stream: TextIO | None = None) ->
                 now, step, values = waiting
                 pace = (now - first[0]) / max(1, step - first[1])
                 try:
-                    show(step, progress_text(values, seconds_left=pace * (total - step)))
+                    show(step, values, pace * (total - step))
                 except BrokenPipeError:  # raised once: what is written later goes nowhere
                     with contextlib.suppress(OSError, ValueError):
                         redirect_to_devnull(stream)
@@ -82,12 +89,17 @@ def open_console(total: int, *, start: int = 0, stream: TextIO | None = None) ->
             if now >= due or step >= total:
                 flush()
                 first = first if due else (now, step)  # without the first step, which also warms up
-                due = now + interval
+                due = now + (_BAR_SECONDS if is_terminal else _get_pause(now - opened))
 
         try:
             yield sink
         finally:
             flush()  # shows the last step, however the run ends
+
+
+def _get_pause(elapsed: float) -> float:
+    """Return the seconds until the next line of a log."""
+    return min(max(_LINE_SECONDS, _LINE_GROWTH * elapsed), _MOST_SECONDS)
 
 
 def progress_text(values: Mapping[str, Any], *, seconds_left: float) -> str:
@@ -102,17 +114,45 @@ def progress_text(values: Mapping[str, Any], *, seconds_left: float) -> str:
         >>> progress_text({"loss": 2.5} | skipped, seconds_left=9)
         'loss 2.5000  - tok/s  lr -  overflow: skipped, scale now 32768  left 0:00:09'
     """
-    loss = _format_number(values.get("loss"), ".4f")
-    lr = _format_number(values.get("lr"), ".2e")
+    parts = _format_parts(values)
+    names = [name for name in ("loss", "speed", "mfu", "lr", "norm", "load") if name in parts]
+    return "  ".join([*(parts[name] for name in names), f"left {_format_time(seconds_left)}"])
+
+
+def metrics_text(values: Mapping[str, Any]) -> str:
+    """Return the numbers of a step for the second line on a terminal, at most 80 columns.
+
+    Examples:
+        >>> metrics_text({"loss": 2.5, "lr": 3e-4, "grad_norm": 1.2, "tokens_per_second": 1234.5})
+        'loss 2.5000  lr 3.00e-04  norm 1.20  1.2k tok/s'
+        >>> metrics_text({"loss": 2.5, "mfu": 0.41, "memory_peak": 75 * 2**30})
+        'loss 2.5000  lr -  norm -  - tok/s  mfu 41.0%  75.0 GiB'
+    """
+    return "  ".join(_format_parts(values).values())
+
+
+def _format_parts(values: Mapping[str, Any]) -> dict[str, str]:
     norm = f"norm {_format_number(values.get('grad_norm'), '.2f')}"
     if values.get("overflowed"):
         norm = f"overflow: skipped, scale now {values['loss_scale'] / 2:g}"
-    speed = _format_thousands(values.get("tokens_per_second"))
+    parts = {
+        "loss": f"loss {_format_number(values.get('loss'), '.4f')}",
+        "lr": f"lr {_format_number(values.get('lr'), '.2e')}",
+        "norm": norm,
+        "speed": f"{_format_thousands(values.get('tokens_per_second'))} tok/s",
+    }
+    if "mfu" in values:
+        parts["mfu"] = f"mfu {values['mfu']:.1%}"
+    if "memory_peak" in values:
+        parts["memory"] = f"{values['memory_peak'] / 2**30:.1f} GiB"
+    if "load_over_mean" in values:
+        parts["load"] = f"load {values['load_over_mean']:.2f}"
+    return parts
+
+
+def _format_time(seconds: float) -> timedelta:
     # Rounded, because str(timedelta) would show microseconds.
-    left = timedelta(seconds=round(max(0.0, seconds_left)))
-    mfu = f"  mfu {values['mfu']:.1%}" if "mfu" in values else ""
-    load = f"  load {values['load_over_mean']:.2f}" if "load_over_mean" in values else ""
-    return f"loss {loss}  {speed} tok/s{mfu}  lr {lr}  {norm}{load}  left {left}"
+    return timedelta(seconds=round(max(0.0, seconds)))
 
 
 def _format_number(value: Any, form: str) -> str:
@@ -132,7 +172,8 @@ def _format_thousands(value: Any) -> str:
 def _open_lines(stream: TextIO, start: int, total: int) -> Iterator[Show]:
     del start
 
-    def show(step: int, text: str) -> None:
+    def show(step: int, values: Mapping[str, Any], seconds_left: float) -> None:
+        text = progress_text(values, seconds_left=seconds_left)
         print(f"step {step}/{total}  {text}", file=stream, flush=True)
 
     yield show
@@ -141,18 +182,24 @@ def _open_lines(stream: TextIO, start: int, total: int) -> Iterator[Show]:
 @contextlib.contextmanager
 def _open_bar(stream: TextIO, start: int, total: int) -> Iterator[Show]:
     with needs_extra("recipes"):
-        from rich.console import Console  # noqa: PLC0415 -- an extra
+        from rich.console import Console, Group  # noqa: PLC0415 -- an extra
+        from rich.live import Live  # noqa: PLC0415 -- an extra
         from rich.progress import BarColumn, Progress, TextColumn  # noqa: PLC0415 -- an extra
-    # Without a thread that refreshes it, the bar is drawn inside the sink, at a known cost.
-    columns = (
+        from rich.text import Text  # noqa: PLC0415 -- an extra
+    progress = Progress(
         TextColumn("step {task.completed}/{task.total}", style="bold"),
         BarColumn(bar_width=None),
-        TextColumn("{task.fields[text]}"),
+        TextColumn("{task.percentage:>3.0f}%  {task.fields[left]}"),
+        expand=True,
     )
-    with Progress(*columns, console=Console(file=stream), auto_refresh=False, expand=True) as bar:
-        task = bar.add_task("", total=total, completed=start, text="")
+    task = progress.add_task("", total=total, completed=start, left="")
+    # Without a thread that refreshes them, the lines are drawn inside the sink, at a known cost.
+    with Live(console=Console(file=stream), auto_refresh=False) as live:
 
-        def show(step: int, text: str) -> None:
-            bar.update(task, completed=step, text=text, refresh=True)
+        def show(step: int, values: Mapping[str, Any], seconds_left: float) -> None:
+            left = f"left {_format_time(seconds_left)}"
+            progress.update(task, completed=step, left=left)
+            numbers = Text(metrics_text(values), no_wrap=True, overflow="ellipsis")
+            live.update(Group(progress, numbers), refresh=True)
 
         yield show

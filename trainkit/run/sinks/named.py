@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,48 @@ import attrs
 
 from trainkit.run.sinks.tensorboard import open_tensorboard
 from trainkit.run.sinks.wandb import open_wandb
-from trainkit.types import ConfigError, OpenSink, positive
+from trainkit.types import ConfigError, OpenSink, non_negative, positive
+
+
+@attrs.frozen
+class ProfileSteps:
+    """The steps of a run to profile, from the first to the last of them."""
+
+    first: int
+    last: int
+
+    @classmethod
+    def parse(cls, text: str) -> ProfileSteps:
+        """Return the steps of a text such as "10:13", or "10" for a single one.
+
+        Raises:
+            ConfigError: It is no such text, or ends before it begins.
+
+        Examples:
+            >>> ProfileSteps.parse("10:13"), ProfileSteps.parse("7")
+            (ProfileSteps(first=10, last=13), ProfileSteps(first=7, last=7))
+        """
+        match = re.fullmatch(r"([1-9][0-9]*)(?::([1-9][0-9]*))?", text)
+        if match is None:
+            raise ConfigError(
+                f"profile must name the first and the last step, such as 10:13, got {text!r}",
+                where="profile",
+                got=text,
+                want="FIRST:LAST",
+            )
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ConfigError(
+                f"profile must not end before it begins, got {text!r}",
+                where="profile",
+                got=text,
+                want=f"{last}:{first}",
+            )
+        return cls(first, last)
+
+
+def _check_profile(_options: Any, _field: Any, text: str) -> None:
+    ProfileSteps.parse(text)
 
 
 @attrs.frozen(kw_only=True)
@@ -29,6 +71,22 @@ class LoggingOptions:
         default=None, validator=attrs.validators.optional(positive)
     )
     """FLOP/s of one device, for mfu in metrics.jsonl; by default the bf16 peak of a known GPU."""
+
+    profile: str | None = attrs.field(
+        default=None, validator=attrs.validators.optional(_check_profile)
+    )
+    """The first and the last step to profile, as 10:13: a trace of each rank, in profiles."""
+
+    anomaly: bool = False
+    """Stop at the operation that first makes a NaN, and name it; every step is much slower."""
+
+    layers_every: int = attrs.field(default=0, validator=non_negative)
+    """Write statistics of every parameter, its gradient and its update to layers.jsonl every so
+    many steps; 0 for never."""
+
+    sync_phases: bool = False
+    """Wait for the device after each phase of a step, so that seconds by phase are the device's.
+    The run is slower meanwhile."""
 
 
 def named_sinks(

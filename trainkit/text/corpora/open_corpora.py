@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainkit.packing.report import format_overlong_warning
+from trainkit.phases import as_phase
 from trainkit.text.chat import (
     format_answers_warning,
     load_template,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from trainkit.types import Tokenizer
 
 
+@as_phase("data")
 def open_corpora(
     paths: Sequence[Path],
     *,

@@ -12,6 +12,7 @@ from trainkit import data
 from trainkit.data.corpus import iterate_documents, make_corpus
 from trainkit.packing import pack_bins, report_packing
 from trainkit.packing.report import format_overlong_warning
+from trainkit.phases import as_phase
 from trainkit.text.chat import mismatch_answers, pack_pairs
 from trainkit.text.corpora.open import held_out_documents, hold_out
 from trainkit.types import SOLO, Log, Sample, log_info
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from trainkit.types import Axis
 
 
+@as_phase("data")
 def pack_corpora(
     corpora: Mapping[str, TokenCorpus | ConcatCorpus],
     capacity: int,

@@ -1,0 +1,48 @@
+"""The operation that first makes a NaN is named; what may be infinite or unread is no fault."""
+
+import pytest
+import torch
+
+from trainkit.run.find_nan import find_first_nan
+from trainkit.types import NumericsError
+
+
+def test_the_first_operation_is_named_and_not_what_follows():
+    x = torch.tensor([-1.0, 4.0])
+    message = r"aten\.sqrt.* makes 1 NaN of 2 values"
+    with pytest.raises(NumericsError, match=message) as caught, find_first_nan():
+        (x.sqrt() * 2).sum()
+    assert "x.sqrt()" in str(caught.traceback[0].statement) + str(caught.traceback[1].statement)
+
+
+def test_a_backward_pass_is_watched_too():
+    x = torch.zeros(2, requires_grad=True)
+    with (
+        pytest.warns(UserWarning, match="Error detected in"),  # torch prints the forward pass
+        pytest.raises(NumericsError, match=r"makes 2 NaN"),
+        find_first_nan(),
+    ):
+        (x.sqrt() * 0).sum().backward()
+
+
+def test_an_argument_that_is_nan_already_is_somebody_else_s_fault():
+    x = torch.tensor([torch.nan])
+    with find_first_nan():
+        (x * 2).sum()
+
+
+def test_masks_of_infinity_and_memory_that_nobody_has_read_are_no_fault():
+    with find_first_nan():
+        scores = torch.zeros(1, 4).masked_fill(
+            torch.tensor([[False, True, True, True]]), -torch.inf
+        )
+        assert scores.softmax(-1).sum() == 1
+        torch.empty(1000).fill_(1.0)
+        torch.empty_like(scores)
+
+
+def test_nothing_is_left_when_the_block_ends():
+    with pytest.raises(KeyError), find_first_nan():
+        raise KeyError
+    assert not torch.is_anomaly_enabled()
+    assert torch.zeros(1).div(0).isnan().all()

@@ -1,0 +1,126 @@
+"""Profiles: the steps that were asked for, a trace of each rank, and what is dear in it."""
+
+import gzip
+import json
+from types import SimpleNamespace
+
+import attrs
+import pytest
+import torch
+from recipe_runs import events
+from torch.autograd import DeviceType
+
+from trainkit.phases import measure_phase, record_phases
+from trainkit.run import Timeouts, open_run
+from trainkit.run.profiling import measure_covered, profile, summarize_profile
+from trainkit.run.sinks import LoggingOptions
+from trainkit.types import ConfigError, Cursor, StepBatch
+
+TIMEOUTS = Timeouts(start_timeout=60.0)
+
+
+def read_trace(path):
+    with gzip.open(path) as file:
+        return json.load(file)["traceEvents"]
+
+
+def run_steps(folder, steps, *, asked, first=0):
+    """Take steps of a run that multiplies once in each; return what it printed into the trace."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    metrics = {"loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "tokens": 1}
+    with open_run(folder, timeouts=TIMEOUTS) as run:
+        state = attrs.evolve(run.resume(model, optimizer), step=first)
+        logging = LoggingOptions(profile=asked)
+        with run.loop(state, model, optimizer, steps=99, replay=None, logging=logging) as loop:
+            for _ in range(steps):
+                state = attrs.evolve(state, step=state.step + 1)
+                with measure_phase("forward"):
+                    _ = torch.ones(8, 8) @ torch.ones(8, 8)
+                state = loop.record(state, metrics, StepBatch([], Cursor(1)))
+                loop.checkpoint(state)
+
+
+def count_products(path):
+    return sum(event["name"] == "aten::mm" for event in read_trace(path))
+
+
+def test_the_steps_that_were_asked_for_are_profiled(tmp_path, capsys):
+    run_steps(tmp_path, 6, asked="3:4")
+    trace = tmp_path / "profiles" / "step_00000003" / "rank_00000.json.gz"
+    assert count_products(trace) == 2
+    names = {x["name"] for x in read_trace(trace) if x.get("cat") == "user_annotation"}
+    assert {"forward", "log"} <= names  # phases are spans
+    [event] = events(tmp_path, "profile")
+    assert (event["first"], event["step"]) == (3, 4)
+    assert "aten::mm" in {one["name"] for one in event["operations"]}
+    assert 0 <= event["idle"] <= 1
+    assert "profile of steps 3 to 4" in capsys.readouterr().out
+
+
+def test_the_first_step_can_be_profiled(tmp_path):
+    run_steps(tmp_path, 2, asked="1")
+    assert count_products(tmp_path / "profiles" / "step_00000001" / "rank_00000.json.gz") == 1
+
+
+def test_a_run_that_ends_within_the_steps_keeps_what_was_profiled(tmp_path):
+    run_steps(tmp_path, 3, asked="2:9")
+    assert count_products(tmp_path / "profiles" / "step_00000002" / "rank_00000.json.gz") == 2
+
+
+@pytest.mark.parametrize("text", ["", "3:", "0:2", "4:3", "a:b", "1:2:3", "-1"])
+def test_wrong_steps_are_refused_before_a_run_starts(text):
+    with pytest.raises(ConfigError, match="profile must"):
+        LoggingOptions(profile=text)
+
+
+def test_a_block_is_profiled_without_a_run(tmp_path):
+    found = []
+    with profile(tmp_path, rank=3, report=found.append):
+        _ = torch.ones(64, 64) @ torch.ones(64, 64)
+    assert [path.name for path in tmp_path.iterdir()] == ["rank_00003.json.gz"]
+    assert found[0].on == "cpu"
+    assert "aten::mm" in str(found[0])
+
+
+def test_an_error_in_the_block_leaves_the_recorder_as_it_was(tmp_path):
+    with record_phases() as times:
+        with pytest.raises(KeyError), profile(tmp_path, report=print):
+            raise KeyError
+        assert times.mark is None
+
+
+def make_event(name, start, end, *, on="cpu", mark=False):
+    microseconds = end - start
+    return SimpleNamespace(
+        name=name,
+        device_type=DeviceType.CUDA if on == "cuda" else DeviceType.CPU,
+        is_user_annotation=mark,
+        self_device_time_total=microseconds if on == "cuda" else 0,
+        self_cpu_time_total=microseconds if on == "cpu" else 0,
+        time_range=SimpleNamespace(start=start, end=end),
+    )
+
+
+def test_on_a_gpu_kernels_count_and_gaps_between_them_are_idle():
+    found = summarize_profile(
+        [
+            make_event("forward", 0, 100, mark=True),
+            make_event("aten::mm", 0, 90),
+            make_event("gemm", 10, 30, on="cuda"),
+            make_event("gemm", 50, 60, on="cuda"),
+            make_event("nccl", 20, 40, on="cuda"),  # in another stream, over the first
+        ],
+        on="cuda",
+        seconds=100e-6,
+    )
+    assert [(x.name, x.calls, x.seconds) for x in found.operations] == [
+        ("gemm", 2, pytest.approx(30e-6)),
+        ("nccl", 1, pytest.approx(20e-6)),
+    ]
+    assert found.idle == pytest.approx(0.6)
+
+
+def test_intervals_that_overlap_count_once():
+    assert measure_covered([]) == 0.0
+    assert measure_covered([(5, 6), (0, 4), (1, 2)]) == 5.0
