@@ -193,6 +193,34 @@ def make_host(time, ranks):
     return {"time": time, "event": "host", "hosts": hosts, "layout": layout}
 
 
+def make_profile(time, step):
+    """Return the event of a profile of four steps."""
+    names = {
+        "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT": 0.312,
+        "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NTN": 0.227,
+        "flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel": 0.118,
+        "flash::flash_fwd_kernel": 0.061,
+        "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL": 0.049,
+        "ncclDevKernel_AllGather_RING_LL": 0.044,
+        "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt": 0.036,
+        "multi_tensor_apply_kernel<FusedAdamW>": 0.031,
+    }
+    operations = [
+        {"name": name, "calls": 2048 - 224 * n, "seconds": 1.66 * share}
+        for n, (name, share) in enumerate(names.items())
+    ]
+    return {
+        "time": time,
+        "event": "profile",
+        "step": step,
+        "first": step - 3,
+        "path": "profiles/step_12001",
+        "seconds": 1.66,
+        "idle": 0.074,
+        "operations": operations,
+    }
+
+
 def make_layers(lines, *, layers=12, every=50):
     """Return statistics by layer: norms that fall with depth, and one layer that grows."""
     rng = np.random.default_rng(3)
@@ -349,6 +377,8 @@ def healthy(
         }
     )
     events.append(make_host(moved["time"] - 59, 16))
+    profiled = lines[int(0.6 * count)]
+    events.append(make_profile(profiled["time"], profiled["step"]))
     bad = lines[int(0.74 * count)]
     events.append(
         {

@@ -161,6 +161,28 @@ def test_events_are_in_words(tmp_path):
     assert by_kind["straggler"] == "rank 7 · seconds 0.61 · median 0.41"
 
 
+def test_what_is_measured_before_the_first_step_stands_at_the_start(tmp_path):
+    events = [
+        {"time": 50.0, "event": "start", "step": 20, "ranks": 1},
+        {"time": 58.0, "event": "startup", "phases": {"imports": 3.25, "model": 4.0}},
+    ]
+    lines = [{"step": n, "loss": 1.0, "time": 60.0 + n} for n in range(1, 41)]
+    startup = describe(report_runs.write_run(tmp_path, lines, events))["events"][1]
+    assert startup["x"][0] == 20
+    assert startup["text"] == "phases: imports 3.25, model 4"
+
+
+def test_the_last_profile_is_shown(tmp_path):
+    events = [report_runs.make_profile(1.0, 10), report_runs.make_profile(2.0, 30)]
+    page = describe(
+        report_runs.write_run(tmp_path, [], [*events, {"time": 3.0, "event": "profile"}])
+    )
+    (profile,) = page["profiles"]
+    assert (profile["first"], profile["step"], profile["idle"]) == (27, 30, 0.074)
+    assert profile["operations"][0]["seconds"] == pytest.approx(1.66 * 0.312)
+    assert "operations" not in page["events"][0]["text"]
+
+
 def test_many_events_are_thinned_but_never_the_rare_ones(tmp_path):
     events = [{"time": float(n), "event": "save", "step": n} for n in range(4000)]
     events.insert(2000, {"time": 2000.0, "event": "rolled back", "step": 2000, "reason": "nan"})

@@ -11,6 +11,7 @@ from trainkit.tools.report.happenings import (
     describe_events,
     format_value,
     list_packings,
+    list_profiles,
     list_samples,
     list_software,
 )
@@ -38,8 +39,8 @@ def describe_run(run: RunFiles, *, now: float) -> dict[str, Any]:
     Returns:
         JSON values: `name`, `path`, `state`, `numbers`, `facts`, `start`, `every` (lines that share
         a point), `x` (positions of the points on the three axes), `series`, `evaluations`, `marks`,
-        `events`, `layers`, `experts`, `layout`, `samples`, `packing`, `config`, `software`,
-        `notes`. A part that a run lacks is empty or None.
+        `events`, `layers`, `experts`, `layout`, `samples`, `profiles`, `packing`, `config`,
+        `software`, `notes`. A part that a run lacks is empty or None.
 
     Examples:
         >>> from pathlib import Path
@@ -76,6 +77,7 @@ def describe_run(run: RunFiles, *, now: float) -> dict[str, Any]:
         "experts": describe_experts(axes.lines, notes),
         "layout": describe_layout(run, notes),
         "samples": list_samples(run.events, notes),
+        "profiles": list_profiles(run.events),
         "packing": list_packings(run.events),
         "config": [[limit_text(name), limit_text(format_value(x))] for name, x in config],
         "software": list_software(run.events),

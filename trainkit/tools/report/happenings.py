@@ -15,7 +15,8 @@ _MOST_EVENTS = 1500
 _MOST_SAMPLES = 60
 _KINDS = {"rolled back": "rollback", "apply": "spike"}
 _FREQUENT = {"save", "evaluation", "sample", "straggler", "rollout", "packing", "warning"}
-_NO_FACTS = {"time", "event", "step", "software"}  # columns of the table, or another table
+_NO_FACTS = {"time", "event", "step", "software", "operations"}  # they have places of their own
+_NO_VERSIONS = {"ranks", "device_indices"}  # of a host
 _LEADING = ("path", "reason", "why", "what", "prompt", "text")
 _PACKING = ("rows", "tokens", "documents", "efficiency")
 
@@ -42,14 +43,20 @@ def describe_events(events: Sequence[Line], axes: Axes, notes: list[str]) -> lis
     """
     found: list[dict[str, Any]] = []
     ranks = None
+    start: float | None = None
     for event in events:
         kind, text = _name_event(event, ranks)
+        step = event.get("step")
         if event["event"] == "start":
             ranks = event.get("ranks")
+            start = step
+        # What is measured before the first step belongs to the start.
+        if event["event"] in ("startup", "host"):
+            step = start
         found.append(
             {
                 "t": event["time"],
-                "x": locate(axes, event.get("step"), event["time"]),
+                "x": locate(axes, step, event["time"]),
                 "kind": limit_text(kind),
                 "text": limit_text(text),
             }
@@ -103,7 +110,7 @@ def _describe_facts(event: Line) -> str:
             facts[name] = value
     if isinstance(facts.get("hosts"), list):  # what they are stands in the table of software
         hosts = [str(host.get("host")) for host in facts["hosts"] if isinstance(host, dict)]
-        facts["hosts"] = ", ".join(hosts)
+        facts["hosts"] = ", ".join(dict.fromkeys(hosts))
     if isinstance(facts.get("path"), str):
         facts["path"] = facts["path"].rpartition("/")[2]
     parts = [str(facts.pop(name)) for name in _LEADING if name in facts]
@@ -114,7 +121,10 @@ def _describe_facts(event: Line) -> str:
 def _format_fact(name: str, value: Any) -> str:
     name = name.removeprefix("eval/").replace("_", " ")
     if isinstance(value, dict):
-        inner = ", ".join(f"{key} {format_value(x)}" for key, x in value.items())
+        inner = ", ".join(
+            f"{key} {x:.3g}" if isinstance(x, float) else f"{key} {format_value(x)}"
+            for key, x in value.items()
+        )
         return f"{name}: {inner}"
     text = f"{value:,}" if type(value) is int else format_value(value)
     return f"{name} {text}"
@@ -166,6 +176,36 @@ def list_packings(events: Iterable[Line]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def list_profiles(events: Iterable[Line]) -> list[dict[str, Any]]:
+    """Return the last profile of a run: its steps, the idle share, and the dearest operations.
+
+    Examples:
+        >>> operations = [{"name": "aten::mm", "calls": 2, "seconds": 0.5}]
+        >>> event = {"event": "profile", "step": 3, "first": 2, "seconds": 1.0, "idle": 0.25}
+        >>> list_profiles([event | {"operations": operations}])[0]["operations"]
+        [{'name': 'aten::mm', 'calls': 2, 'seconds': 0.5}]
+    """
+    found: list[dict[str, Any]] = []
+    for event in events:
+        operations = event.get("operations")
+        if event["event"] != "profile" or not isinstance(operations, list):
+            continue
+        profile: dict[str, Any] = {}
+        for name in ("step", "first", "seconds", "idle"):
+            profile[name] = to_number(event.get(name))
+        profile["operations"] = [
+            {
+                "name": limit_text(str(one.get("name"))),
+                "calls": to_number(one.get("calls")),
+                "seconds": to_number(one.get("seconds")),
+            }
+            for one in operations
+            if isinstance(one, dict)
+        ]
+        found = [profile]
+    return found
+
+
 def list_software(events: Iterable[Line]) -> list[list[str]]:
     """Return versions and hashes of the code of the last start, and what hosts have in common."""
     found: dict[str, str] = {}
@@ -176,7 +216,7 @@ def list_software(events: Iterable[Line]) -> list[list[str]]:
         values: dict[str, dict[str, None]] = {}  # a dict as a set that keeps its order
         for host in list_hosts([event]):
             for name, value in host.items():
-                if name != "ranks":
+                if name not in _NO_VERSIONS:
                     values.setdefault(name, {})[format_value(value)] = None
         found |= {name: ", ".join(texts) for name, texts in values.items()}
     return [[limit_text(name), limit_text(x)] for name, x in found.items()]

@@ -14,7 +14,7 @@ import numpy as np
 from trainkit.run.sinks.timing import measure_goodput
 from trainkit.tools.pictures.mesh import mesh_places
 from trainkit.tools.report.axes import get_numbers, limit_text, to_number
-from trainkit.tools.report.happenings import list_hosts, list_software
+from trainkit.tools.report.happenings import format_value, list_hosts, list_software
 from trainkit.tools.report.read import Line, RunFiles
 from trainkit.types import Layout
 
@@ -144,7 +144,8 @@ def list_facts(run: RunFiles) -> list[list[str]]:
     devices = Counter(str(host["device"]) for host in hosts if host.get("device"))
     if devices:
         facts["device"] = limit_text(", ".join(devices))
-        facts["hosts"] = str(len(hosts))
+        # Ranks of one host that differ, as in their device, are several entries.
+        facts["hosts"] = str(len({format_value(host.get("host")) for host in hosts}))
     software = dict(list_software(run.events))
     facts |= {name: software[name] for name in ("torch", "trainkit") if name in software}
     return [[label, value] for label, value in facts.items()]

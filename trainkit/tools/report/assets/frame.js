@@ -82,8 +82,9 @@ function arrange(nodes) {
     }
   };
   const halves = rest.filter((node) => node.classList.contains("w6"));
+  const whole = rest.filter((node) => node.classList.contains("w12"));
   for (const node of rest) {
-    if (!/\bw\d/.test(node.className) || ordered.includes(node)) continue;
+    if (!/\bw\d/.test(node.className) || ordered.includes(node) || whole.includes(node)) continue;
     ordered.push(node);
     const isAlone = node === halves.at(-1) && halves.length % 2 === 1;
     if (node.classList.contains("w8"))
@@ -94,7 +95,7 @@ function arrange(nodes) {
   if (loose.length % 3 === 1 && loose.length > 1) row(4, 12);
   else if (loose.length % 3) row(loose.length % 3, 12);
   while (loose.length) row(3, 12);
-  return ordered;
+  return [...ordered, ...whole];
 }
 
 const nav = make("nav", { class: "nav", "aria-label": "Sections" });

@@ -180,7 +180,54 @@ function buildSpeed() {
       { zero: true, all: true, exact: true, main: "memory_peak" },
     ),
     ...(phases.length && several ? [] : phases.length ? [plainTime] : []),
+    ...runs.filter((run) => run.profiles.length).map(profileCard),
   ]);
+}
+
+/** The dearest operations of a profile, each with its share of the time that was profiled. */
+function profileCard(run) {
+  const [{ first, step, seconds: time, idle, operations }] = run.profiles;
+  const header = {
+    title: "Profile",
+    unit: `${several ? `${run.name}, ` : ""}steps ${whole(first)} to ${whole(step)}`,
+  };
+  const dearest = Math.max(...operations.map((one) => one.seconds || 0));
+  const rows = operations.map(({ name, calls, seconds: own }) =>
+    make(
+      "tr",
+      {},
+      make("td", { class: "wrap", text: name }),
+      make("td", { class: "n", text: short(calls) }),
+      make("td", { class: "n", text: seconds(own) }),
+      make(
+        "td",
+        { class: "share" },
+        make("i", { style: { width: `${Math.min(100, (100 * own) / dearest)}%` } }),
+      ),
+      make("td", { class: "n", text: percent(own / time) }),
+    ),
+  );
+  const right = make("div", { class: "right now", text: `idle ${percent(idle)}` });
+  const heads = ["operation", "calls", "own time", "", ""].map((text, i) =>
+    make("th", { class: i ? "n" : "", text }),
+  );
+  const table = make(
+    "table",
+    {},
+    make("thead", {}, make("tr", {}, ...heads)),
+    make("tbody", {}, ...rows),
+  );
+  const body = make("div", { class: "scroll" }, table);
+  return {
+    node: make(
+      "article",
+      {
+        class: `card ${runs.filter((each) => each.profiles.length).length > 1 ? "w6" : "w12"} profile`,
+      },
+      makeHeader(header, [], right),
+      body,
+    ),
+  };
 }
 
 function buildData() {
