@@ -28,9 +28,9 @@ CORE = [
     "attention",
     "models",
     "parallel",
+    "metrics",
     "step",
     "grads",
-    "metrics",
 ]
 WINGS = {
     "optim": ["optim"],

@@ -32,11 +32,13 @@ from trainkit.mesh import parallel_session
 from trainkit.mesh.launch import describe_launch
 from trainkit.metrics import (
     decoder_flops,
+    loss_to_perplexity,
     make_step_records,
     model_flops_utilization,
     peak_flops,
     recomputed_flops,
 )
+from trainkit.metrics.steps import is_loss_per_token
 from trainkit.models.config import DecoderConfig
 from trainkit.optim.combine import use_averaged_parameters
 from trainkit.parallel.describe_run import describe_run
@@ -761,9 +763,9 @@ class Loop:
         """Evaluate, record the results, and return the state to continue with.
 
         It announces an evaluation to the watch, runs it (on averaged parameters where there are
-        some, `optim.use_averaged_parameters`), sends the results to every sink as eval/NAME, and
-        ends a run that has diverged (`stop_if_diverged`). The `score`, or else the loss, becomes
-        the score of this step's checkpoint.
+        some, `optim.use_averaged_parameters`), sends the results and the perplexity to every sink
+        as eval/NAME, and ends a run that has diverged (`stop_if_diverged`). The `score`, or else
+        the loss, becomes the score of this step's checkpoint.
 
         Args:
             state: The counters of the last step.
@@ -785,6 +787,8 @@ class Loop:
             state = attrs.evolve(state, health=memory)
             self._best_step = state.step if is_best else None
         self._set_current(state)
+        if is_loss_per_token(results):
+            results = {**results, "perplexity": loss_to_perplexity(results["loss"])}
         self._write_event("evaluation", step=state.step, **results)
         unit = next((x for x in ("pair", "answer") if f"{x}s" in results), "token")
         nats = "nats " if unit == "token" else ""
