@@ -231,6 +231,9 @@ def test_a_printed_page_is_light_and_has_no_controls(chromium, pages):
         page.emulate_media(media="print")
         assert page.evaluate("document.documentElement.dataset.theme") == "light"
         expect(page.locator("#bar")).to_be_hidden()
+        for card in page.locator("[data-card]").all():
+            box, inner = card.bounding_box(), card.locator("canvas").first.bounding_box()
+            assert inner["x"] + inner["width"] <= box["x"] + box["width"] + 1
         page.evaluate("dispatchEvent(new Event('afterprint'))")
         assert page.evaluate("document.documentElement.dataset.theme") == "dark"
 

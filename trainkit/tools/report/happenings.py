@@ -86,7 +86,7 @@ def _name_event(event: Line, ranks: Any) -> tuple[str, str]:
     if name == "start":
         count = event.get("ranks")
         kind = "start" if ranks is None else "restart"
-        text = f"on {count or 'unknown'} ranks"
+        text = f"on {count} rank{'s' * (count != 1)}"
         if type(count) is int and type(ranks) is int and count != ranks:
             kind = "ranks"
             text = f"{ranks} ranks, then {count}"
@@ -96,6 +96,10 @@ def _name_event(event: Line, ranks: Any) -> tuple[str, str]:
     if name == "end":
         failure = event.get("failure")
         return ("failure", str(failure)) if failure else ("end", "")
+    if name == "memory" and isinstance(event.get("memory_peak"), list):
+        peaks = list(map(to_number, event["memory_peak"]))
+        peak = max(peaks, default=0.0)
+        return name, f"at most {peak / 2**30:.2f} GiB, on rank {peaks.index(peak)}" if peaks else ""
     if name == "save" and event.get("error"):
         return "save failed", str(event["error"])
     return _KINDS.get(name, name), _describe_facts(event)

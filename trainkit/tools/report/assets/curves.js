@@ -44,7 +44,8 @@ function domain() {
     high = Math.max(high, x.at(-1));
   });
   if (!isFinite(low)) return [0, 1];
-  if (low > 0 && (choice.axis === "time" || low < 0.03 * high)) low = 0; // where runs start
+  const fromStart = runs.some((run, index) => isShown(index) && run.x.step[0] <= 1);
+  if (low > 0 && (fromStart || low < 0.03 * high)) low = 0; // where runs start
   return low === high ? [low - 0.5, high + 0.5] : [low, high];
 }
 const view = () => choice.zoom || domain();
@@ -364,7 +365,7 @@ function stackData(spec) {
       layer.sums = layer.sums.map((sum, i) => (below[i] > 0 ? sum / below[i] : null));
   if (x.length === 1) {
     // one step has no width of its own
-    x = [x[0] - 0.25, x[0] + 0.25];
+    x = [view()[0], x[0]];
     for (const layer of layers)
       [layer.sums, layer.values] = [layer.sums, layer.values].map(([value]) => [value, value]);
     below = [below[0], below[0]];

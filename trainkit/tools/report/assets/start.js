@@ -58,10 +58,12 @@ buildFoot();
 redrawAll();
 addEventListener("beforeprint", () => {
   root.dataset.theme = "light";
+  root.dataset.print = ""; // the width of a sheet, which curves are drawn for
   colors = {};
   redrawAll();
 });
 addEventListener("afterprint", () => {
+  delete root.dataset.print;
   applyTheme();
   redrawAll();
 });
