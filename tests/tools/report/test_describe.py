@@ -172,6 +172,17 @@ def test_what_is_measured_before_the_first_step_stands_at_the_start(tmp_path):
     assert startup["text"] == "phases: imports 3.25, model 4"
 
 
+def test_hosts_say_what_they_have_in_common_and_memory_in_gib(tmp_path):
+    hosts = [
+        {"host": name, "device": "H100", "memory": 512 << 30, "ranks": [n], "device_indices": [0]}
+        for n, name in enumerate(["a", "b"])
+    ]
+    events = [{"time": 1.0, "event": "host", "hosts": hosts}]
+    page = describe(report_runs.write_run(tmp_path, [], events))
+    assert page["software"] == [["host", "a, b"], ["device", "H100"], ["memory", "512 GiB"]]
+    assert ["hosts", "2"] in page["facts"]
+
+
 def test_the_last_profile_is_shown(tmp_path):
     events = [report_runs.make_profile(1.0, 10), report_runs.make_profile(2.0, 30)]
     page = describe(

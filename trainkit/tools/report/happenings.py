@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -221,7 +222,9 @@ def list_software(events: Iterable[Line]) -> list[list[str]]:
         for host in list_hosts([event]):
             for name, value in host.items():
                 if name not in _NO_VERSIONS:
-                    values.setdefault(name, {})[format_value(value)] = None
+                    in_bytes = name.endswith("memory") and math.isfinite(to_number(value))
+                    text = f"{value / 2**30:.0f} GiB" if in_bytes else format_value(value)
+                    values.setdefault(name, {})[text] = None
         found |= {name: ", ".join(texts) for name, texts in values.items()}
     return [[limit_text(name), limit_text(x)] for name, x in found.items()]
 
