@@ -45,6 +45,7 @@ from trainkit.metrics.steps import (
     model_flops_utilization,
     peak_flops,
     read_memory_stats,
+    recomputed_flops,
     to_host,
     tokens_per_second,
 )
@@ -85,6 +86,7 @@ __all__ = [
     "precision",
     "read_memory_stats",
     "recall",
+    "recomputed_flops",
     "reduce_metrics",
     "restore_state",
     "start_merge_over_ranks",
