@@ -211,15 +211,32 @@ def to_peft(
         dropout: The dropout that the configuration gives.
 
     Raises:
-        ConfigError: PEFT has no place for an adapter: some have DoRA and others not, parts of a
-            fused matrix lack it, or a module of PEFT is trained in part.
+        ConfigError: PEFT has no place for an adapter: its matrix is in no module of PEFT, some have
+            DoRA and others not, parts of a fused matrix lack it, or a module of PEFT is trained in
+            part. Or there is no adapter.
     """
     experts = sorted(name for name, factors in held.items() if factors.a.ndim == 3)
     use_dora = _check_dora(held, experts)
+    modules = _map_modules(family, config)
+    mapped = {x.name for row_maps in modules.values() for x in row_maps}
+    # Without a module an adapter would be missing in the folder.
+    without_module = sorted(held.keys() - mapped)
+    if without_module:
+        raise ConfigError(
+            f"to_peft: a {family.model_type} of PEFT has no module for the adapters of "
+            f"{shorten(without_module)}; export with --merge",
+            where="adapters",
+            got=without_module,
+        )
+    if not held:
+        raise ConfigError(
+            "to_peft: no matrix has an adapter, and PEFT's LoRA needs one; export with --merge",
+            where="adapters",
+        )
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
-    for module, row_maps in _map_modules(family, config).items():
+    for module, row_maps in modules.items():
         if any(x.name in held for x in row_maps):
             fused = _fuse_factors(module, row_maps, held)
             rank = fused.a.shape[-2]
