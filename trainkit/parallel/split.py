@@ -117,7 +117,7 @@ def assign_stages(schedule: str, ranks: int, *, per_rank: int | None = None) -> 
     return tuple(stage % ranks for stage in range(ranks * num_stages))
 
 
-def microbatches_wanted(schedule: str, ranks: int, stages: int, count: int) -> str | None:
+def get_needed_microbatches(schedule: str, ranks: int, stages: int, count: int) -> str | None:
     """Return the number of microbatches that a schedule needs, as text; None if it can run `count`.
 
     Args:
@@ -127,8 +127,8 @@ def microbatches_wanted(schedule: str, ranks: int, stages: int, count: int) -> s
         count: The number of microbatches in a step.
 
     Examples:
-        >>> microbatches_wanted("1f1b", 4, 4, 4)
-        >>> microbatches_wanted("1f1b", 4, 4, 2)
+        >>> get_needed_microbatches("1f1b", 4, 4, 4)
+        >>> get_needed_microbatches("1f1b", 4, 4, 2)
         'at least 4 for 4 stages'
     """
     fewest = stages if schedule in ("1f1b", "dual_pipe_v") else 1

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trainkit.models.config import DecoderConfig
-from trainkit.parallel.materialize import Fill, listed, narrow_to_box, shapes_of
+from trainkit.parallel.materialize import Fill, attach_shapes, narrow_to_box, shapes_of
 from trainkit.parallel.name_patterns import join_names
 from trainkit.post.adapters.frozen import EXPERT_WEIGHTS
 from trainkit.post.adapters.lowrank import Lora, split_name
@@ -86,7 +86,7 @@ class PeftAdapter:
             return base(name, shape, offset)
 
         shapes = shapes_of(base)
-        return listed(read, shapes) if shapes else read
+        return attach_shapes(read, shapes) if shapes else read
 
 
 @attrs.frozen(eq=False)

@@ -231,7 +231,7 @@ def wrong_size(path: Path, actual: int, expected: int) -> DataError:
     )
 
 
-def damaged_file(path: Path, kind: str, error: Exception) -> DataError:
+def make_damaged_error(path: Path, kind: str, error: Exception) -> DataError:
     """Return the error for a file that its parser rejected."""
     return DataError(
         f"{path}: no {kind} file, or a damaged one: {str(error).splitlines()[0]}", where=path
