@@ -125,7 +125,7 @@ def make_pipeline(
     _check_stages(stages, places, schedule=schedule, reduce=reduce, axis=axis)
     step = _Step(stages, places, loss, stages.call)
     schedules: dict[Any, Any] = {}
-    kinds: dict[str, stage_forward.Kind] = {}
+    kinds: dict[str, stage_forward.TermKind] = {}
     last = places[0].ranks[-1]  # the rank that computes the loss
 
     def get_schedule(edge: tuple[Tensor, ...], microbatches: int) -> Any:

@@ -19,7 +19,7 @@ import orjson
 
 from trainkit.text.corpora.text_files import (
     check_readable,
-    hash_file,
+    hash_open_file,
     make_damaged_error,
     open_file,
     wrong_size,
@@ -324,7 +324,7 @@ def _check_increasing(path: Path, offsets: np.ndarray[Any, Any], end: int, unit:
 
 def _short_hash(path: Path) -> str:
     with open_file(path) as file:
-        return hash_file(file, path)[:16]
+        return hash_open_file(file, path)[:16]
 
 
 def _file_size(path: Path) -> int:

@@ -192,7 +192,7 @@ def read_at(file: BinaryIO, path: Path, position: int, size: int) -> bytes:
     return data
 
 
-def hash_file(file: BinaryIO, path: Path) -> str:
+def hash_open_file(file: BinaryIO, path: Path) -> str:
     """Return the SHA-256 of an open file, in hex."""
     digest = hashlib.sha256()
     for block in read_blocks(file, path):

@@ -496,7 +496,7 @@ def _select_tensors(
     if quantization:
         scales, problems = find_scales(tensors, [*expected], quantization[_BLOCK])
     scale_names = {name + SCALES for name in scales}
-    problems += find_tensor_problems(
+    problems += find_folder_problems(
         {name: x for name, x in tensors.items() if name not in scale_names},
         links,
         folder.family,
@@ -531,7 +531,7 @@ def _select_tensors(
     return {name: tensors[name] for name in expected if name in tensors}, scales
 
 
-def find_tensor_problems(
+def find_folder_problems(
     tensors: Mapping[str, Stored],
     links: Sequence[Link],
     family: Family,
@@ -557,7 +557,7 @@ def find_tensor_problems(
         ...     vocab_size=64, width=16, layers=1, heads=2, kv_heads=2, mlp_width=32
         ... )
         >>> llama = get_family("llama")
-        >>> find_tensor_problems({}, make_family_links(llama, config), llama, config)[0]
+        >>> find_folder_problems({}, make_family_links(llama, config), llama, config)[0]
         'model.embed_tokens.weight of shape [64, 16] is missing'
     """
     expected = get_foreign_shapes(links)
