@@ -218,21 +218,7 @@ def to_peft(
     experts = sorted(name for name, factors in held.items() if factors.a.ndim == 3)
     use_dora = _check_dora(held, experts)
     modules = _map_modules(family, config)
-    mapped = {x.name for row_maps in modules.values() for x in row_maps}
-    # Without a module an adapter would be missing in the folder.
-    without_module = sorted(held.keys() - mapped)
-    if without_module:
-        raise ConfigError(
-            f"to_peft: a {family.model_type} of PEFT has no module for the adapters of "
-            f"{shorten(without_module)}; export with --merge",
-            where="adapters",
-            got=without_module,
-        )
-    if not held:
-        raise ConfigError(
-            "to_peft: no matrix has an adapter, and PEFT's LoRA needs one; export with --merge",
-            where="adapters",
-        )
+    _check_modules(held, modules, family)
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
@@ -274,6 +260,29 @@ def to_peft(
         ),
     }
     return settings, tensors | full_tensors
+
+
+def _check_modules(
+    held: Mapping[str, LowRankFactors],
+    modules: Mapping[str, Sequence[_RowMap]],
+    family: Family,
+) -> None:
+    """Raise ConfigError unless there are adapters, each of a matrix in a module of PEFT."""
+    mapped = {x.name for row_maps in modules.values() for x in row_maps}
+    # Without a module an adapter would be missing in the folder.
+    without_module = sorted(held.keys() - mapped)
+    if without_module:
+        raise ConfigError(
+            f"to_peft: a {family.model_type} of PEFT has no module for the adapters of "
+            f"{shorten(without_module)}; export with --merge",
+            where="adapters",
+            got=without_module,
+        )
+    if not held:
+        raise ConfigError(
+            "to_peft: no matrix has an adapter, and PEFT's LoRA needs one; export with --merge",
+            where="adapters",
+        )
 
 
 def _check_dora(held: Mapping[str, LowRankFactors], experts: Sequence[str]) -> bool:
