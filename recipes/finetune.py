@@ -319,7 +319,7 @@ def main(argv=None):
         cfg.layout,
         base.config,
         cfg.batch,
-        others=tk.adapters.problems(
+        others=tk.adapters.find_problems(
             change_matrices(cfg),
             base.config,
             layout=cfg.layout,
