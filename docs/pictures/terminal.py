@@ -80,7 +80,7 @@ def draw(screen: pyte.Screen, command: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
         f'width="{width:.0f}" height="{height:.0f}" role="img" aria-label="A run on a terminal">\n'
         f'<rect width="100%" height="100%" rx="10" fill="#1f2430"/>{dots}\n'
-        '<g font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, \'DejaVu Sans Mono\', '
+        "<g font-family=\"ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', "
         'monospace" font-size="14" fill="#d4d8de">\n'
         f"{texts}\n</g>\n</svg>\n"
     )
