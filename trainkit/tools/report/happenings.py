@@ -33,9 +33,10 @@ def describe_events(events: Sequence[Line], axes: Axes, notes: list[str]) -> lis
         notes: What is left out is appended.
 
     Examples:
+        >>> from pathlib import Path
         >>> from trainkit.tools.report.axes import make_axes
         >>> from trainkit.tools.report.read import RunFiles
-        >>> axes = make_axes(RunFiles("runs/mine", [], [], [], {}, None, 0.0, []))
+        >>> axes = make_axes(RunFiles(Path("runs/mine")))
         >>> starts = [
         ...     {"time": t, "event": "start", "step": 0, "ranks": n} for t, n in [(1, 8), (2, 6)]
         ... ]
