@@ -401,8 +401,13 @@ def healthy(
             "event": "control",
             "step": bad["step"] + 300,
             "request": "save",
+            "argument": None,
             "by": "ada",
+            "asked": bad["time"] + 298.5,
+            "done": bad["time"] + 300,
             "ranks": 16,
+            "verdict": "done",
+            "text": "a checkpoint is saved after this step",
         }
     )
     events.append(

@@ -160,6 +160,8 @@ def test_events_are_in_words(tmp_path):
     assert by_kind["ranks"] == "8 ranks, then 16; 38 steps are repeated"
     assert by_kind["stop"] == "SIGTERM"
     assert by_kind["save"] == "step_00000400 · seconds 11.8 · blocked 0.4"
+    control = "save · a checkpoint is saved after this step · by ada · ranks 16 · verdict done"
+    assert by_kind["control"] == control
     assert by_kind["straggler"] == "rank 7 · seconds 0.61 · median 0.41"
 
 
