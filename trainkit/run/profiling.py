@@ -1,4 +1,4 @@
-"""Profiles: a trace of some steps for each rank, the most expensive operations, and the idle time."""
+"""Profiles: a trace of some steps for each rank, the most expensive operations, and idle time."""
 
 from __future__ import annotations
 
