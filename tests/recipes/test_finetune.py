@@ -16,7 +16,7 @@ from trainkit import adapters, chat, hub, schedules
 from trainkit.__main__ import main
 from trainkit.batch import batch_from_rows
 from trainkit.mesh import solo_parallel
-from trainkit.metrics import steps
+from trainkit.metrics import steps as step_metrics
 from trainkit.models import Decoder, Experts, make_decoder_config
 from trainkit.post.adapters.frozen import can_shard_bytes
 from trainkit.text.corpora import write_corpus
@@ -76,14 +76,14 @@ def flags_of(base, chats):
 def whole(flags_of, tmp_path_factory):
     """Return the directory of a run of 4 steps on a slow device, and what it printed."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    fetch = steps.to_host
+    fetch = step_metrics.to_host
 
     def when_done(values):
         time.sleep(DEVICE)
         return fetch(values)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "to_host", when_done)
+        patch.setattr(step_metrics, "to_host", when_done)
         code, printed = here(flags_of(out, 4), "finetune")
     assert code == 0, printed
     return out, printed
