@@ -838,16 +838,17 @@ class Loop:
         if self._profiling is not None and step >= steps.last:
             self._stop_profiler()
             self._profile = None
-        elif self._profiling is None and step + 1 == steps.first:
+        elif self._profiling is None and steps.first <= step + 1 <= steps.last:
             run = self._run
-            folder = run.dir / "profiles" / f"step_{steps.first:08d}"
+            first = step + 1  # a later one than was asked for, if the run resumes within them
+            folder = run.dir / "profiles" / f"step_{first:08d}"
             self._profiling = contextlib.ExitStack()
             self._profiling.enter_context(
                 profile(
                     folder,
                     rank=run.ps.world.index,
                     device=run.ps.device,
-                    report=partial(self._report_profile, steps, folder),
+                    report=partial(self._report_profile, first, folder),
                 )
             )
 
@@ -856,13 +857,14 @@ class Loop:
             self._profiling.close()
             self._profiling = None
 
-    def _report_profile(self, steps: ProfileSteps, folder: Path, summary: ProfileSummary) -> None:
-        self._run.log(f"profile of steps {steps.first} to {steps.last}: {summary}")
+    def _report_profile(self, first: int, folder: Path, summary: ProfileSummary) -> None:
+        last = max(first, self._last_step)  # an earlier one than was asked for, if the run ends
+        self._run.log(f"profile of steps {first} to {last}: {summary}")
         self._run.log(f"  a trace of each rank is in {folder}: open one in ui.perfetto.dev")
         self._write_event(
             "profile",
-            step=steps.last,
-            first=steps.first,
+            step=last,
+            first=first,
             path=str(folder),
             seconds=summary.seconds,
             idle=summary.idle,
