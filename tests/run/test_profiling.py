@@ -83,6 +83,16 @@ def test_a_run_that_resumes_after_the_steps_profiles_nothing(tmp_path):
     assert not (tmp_path / "profiles").exists()
 
 
+def test_an_infinite_peak_is_refused_before_a_run_starts():
+    with pytest.raises(ConfigError, match="peak_flops must be"):
+        LoggingOptions(peak_flops=float("inf"))
+
+
+def test_steps_after_the_last_one_are_not_awaited_in_silence(tmp_path, capsys):
+    run_steps(tmp_path, 2, asked="100:103")
+    assert "no profile: the run ends at step 99, before step 100" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("text", ["", "3:", "0:2", "4:3", "a:b", "1:2:3", "-1"])
 def test_wrong_steps_are_refused_before_a_run_starts(text):
     with pytest.raises(ConfigError, match="profile must"):

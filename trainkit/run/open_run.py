@@ -460,6 +460,9 @@ class Run:
             self.log(f"no mfu: the peak of {name} is not known; --logging.peak-flops gives it")
         if logging.sync_phases and device.type != "cpu":
             self.times.wait = partial(torch.accelerator.synchronize, device)
+        asked = ProfileSteps.parse(logging.profile) if logging.profile else None
+        if asked is not None and asked.first > steps:
+            self.log(f"no profile: the run ends at step {steps}, before step {asked.first}")
         if state.step >= steps:
             self.log(
                 f"the run in {self.dir} is complete at step {state.step}; --steps takes it further"
@@ -474,7 +477,7 @@ class Run:
             policy=policy or health.Policy(),
             peak_flops=peak,
             readings=RankReadings(device, self.ps.world),
-            profile=ProfileSteps.parse(logging.profile) if logging.profile else None,
+            profile=asked,
             anomaly=logging.anomaly,
             layers_every=logging.layers_every,
             current=state,

@@ -68,7 +68,7 @@ class LoggingOptions:
     """Where metrics go besides metrics.jsonl: tensorboard, wandb."""
 
     peak_flops: float | None = attrs.field(
-        default=None, validator=attrs.validators.optional(positive)
+        default=None, validator=attrs.validators.optional([positive, non_negative])
     )
     """FLOP/s of one device, for mfu in metrics.jsonl; by default the bf16 peak of a known GPU."""
 
