@@ -48,6 +48,7 @@ def test_masks_of_infinity_and_memory_that_nobody_has_read_are_no_fault():
         assert scores.softmax(-1).sum() == 1
         torch.empty(1000).fill_(1.0)
         torch.empty_like(scores)
+        torch.full((4,), 255, dtype=torch.uint8).view(torch.float32)  # bytes, as those of a file
 
 
 def test_nothing_is_left_when_the_block_ends():

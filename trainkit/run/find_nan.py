@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from trainkit.parallel.grad_reduction import get_local
 from trainkit.types import NumericsError
 
-# Operators whose results are whatever stood in memory.
-_UNREAD = ("empty", "new_empty", "resize")
+# Operators whose results are whatever stood in memory: unused, or bytes under another dtype.
+_UNREAD = ("empty", "new_empty", "resize", "view.dtype")
 
 
 @contextlib.contextmanager
