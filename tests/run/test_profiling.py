@@ -58,9 +58,10 @@ def test_the_steps_that_were_asked_for_are_profiled(tmp_path, capsys):
     assert "profile of steps 3 to 4" in capsys.readouterr().out
 
 
-def test_the_first_step_can_be_profiled(tmp_path):
+def test_the_first_step_can_be_profiled(tmp_path, capsys):
     run_steps(tmp_path, 2, asked="1")
     assert count_products(tmp_path / "profiles" / "step_00000001" / "rank_00000.json.gz") == 1
+    assert "profile of step 1:" in capsys.readouterr().out
 
 
 def test_a_run_that_ends_within_the_steps_keeps_what_was_profiled(tmp_path, capsys):

@@ -862,7 +862,8 @@ class Loop:
 
     def _report_profile(self, first: int, folder: Path, summary: ProfileSummary) -> None:
         last = max(first, self._last_step)  # an earlier one than was asked for, if the run ends
-        self._run.log(f"profile of steps {first} to {last}: {summary}")
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
+        self._run.log(f"profile of {steps}: {summary}")
         self._run.log(f"  a trace of each rank is in {folder}: open one in ui.perfetto.dev")
         self._write_event(
             "profile",
