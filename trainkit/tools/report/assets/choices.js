@@ -15,7 +15,9 @@ const usable = Object.keys(AXES).filter(
   (name) =>
     name === "step" || (runs.length && runs.every((run) => !run.x.step.length || run.x[name])),
 );
-const defaultWindow = longest < 60 ? 0 : WINDOWS.filter((x) => x <= longest / 150).at(-1);
+// Wide enough for the noise, and narrow beside the bend of a loss at the start.
+const defaultWindow =
+  longest < 60 ? 0 : WINDOWS.filter((x) => x <= 0.7 * Math.sqrt(longest)).at(-1);
 const choice = {
   axis: "step",
   zoom: null,
