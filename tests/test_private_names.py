@@ -91,7 +91,7 @@ PRIVATE = [
     Private("boxed._type", "tools/testing/ledger.py", "whether an argument is a group in a box"),
     Private(
         "torch.utils._python_dispatch.TorchDispatchMode",
-        "parallel/recompute_budget.py tools/testing/ledger.py",
+        "parallel/recompute_budget.py tools/testing/ledger.py run/find_nan.py",
         "sees every operator; documented nowhere else",
     ),
     Private(
@@ -226,6 +226,18 @@ PRIVATE = [
     Private(
         "torch.UntypedStorage._cdata", "parallel/grad_reduction.py", "which memory a tensor is in"
     ),
+    Private(
+        "torch.utils._pytree.tree_leaves",
+        "run/find_nan.py",
+        "the tensors that an operator is given and gives",
+    ),
+    Private("op._schema", "run/find_nan.py", "which arguments an operator writes"),
+    Private(
+        "torch.cuda.memory._record_memory_history",
+        "run/profiling.py",
+        "a snapshot of memory, as torch's own pages make it",
+    ),
+    Private("torch.cuda.memory._dump_snapshot", "run/profiling.py", "the same"),
     Private("module._forward_hooks", "parallel/recompute.py", "FSDP's, which it must not see"),
     Private("module._forward_pre_hooks", "parallel/recompute.py", "the same"),
     Private(

@@ -137,8 +137,9 @@ def forward_backward(
         for index, batch in enumerate(microbatches):
             with reduction.microbatch(last=index == len(microbatches) - 1):
                 with measure_phase("forward"):
-                    output = call(model, batch)
-                    total, terms = check_terms(loss(output, batch), by="forward_backward")
+                    # Without a name, or the output would stay in memory during backward.
+                    values = loss(call(model, batch), batch)
+                    total, terms = check_terms(values, by="forward_backward")
                 with measure_phase("backward"):
                     divide_terms(total, divisors).backward()
             _add(sums, terms)

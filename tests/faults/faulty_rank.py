@@ -154,17 +154,17 @@ def stop_alone(_):
     run = importlib.import_module("trainkit.run.open_run")  # the module, not its function
 
     @contextlib.contextmanager
-    def stop_votes(stop_reason, _):
-        yield stop_reason
+    def step_votes(stop_reason, *_, **__):
+        yield lambda: Vote(stop_reason())
 
-    run.open_stop_vote = stop_votes
+    run.open_step_vote = step_votes
 
 
 def deaf(_):
     """Remove a protection: no step checks whether to stop."""
     run = importlib.import_module("trainkit.run.open_run")  # the module, not its function
 
-    run.open_stop_vote = lambda *_: contextlib.nullcontext(lambda: None)
+    run.open_step_vote = lambda *_, **__: contextlib.nullcontext(lambda: Vote(None))
 
 
 SURROUNDINGS = {

@@ -59,7 +59,7 @@ def check_keys(indices, axis, *, first=0):
 def test_a_key_comes_with_its_row():
     check_keys(choices(9, 8, 3, seed=1), SOLO)
     check_keys(choices(0, 8, 3, seed=1), SOLO)
-    with pytest.raises(TypeError, match=r"the route is a str, .* give expert\(\) its own"):
+    with pytest.raises(TypeError, match=r"the route is a str, .* give expert_parallel\(\) its own"):
         ep_dispatch_keys(torch.zeros(1, 1), "mine")
 
 

@@ -15,7 +15,7 @@ from recipe_runs import events
 from trainkit.mesh import parallel_session
 from trainkit.run import Timeouts, open_run
 from trainkit.run.device_health import Sign, describe_signs, read_device_signs, watch_device
-from trainkit.run.inventory import RankReadings
+from trainkit.run.inventory import RankReadings, read_driver_version
 from trainkit.tools.testing import run_ranks
 from trainkit.types import Cursor, StepBatch
 
@@ -77,6 +77,20 @@ def make_nvml(recorded):
 def test_a_gpu_is_read_through_nvml(recorded, signs):
     nvml = make_nvml(recorded)
     assert read_device_signs(nvml, "handle") == signs
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 16", "570.86.15"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  575.51.03  Release", "575.51.03"),
+        ("something else", None),
+    ],
+)
+def test_the_driver_is_read_from_its_file(tmp_path, text, version):
+    path = tmp_path / "version"
+    path.write_text(text)
+    assert read_driver_version(path) == version
 
 
 def test_every_sign_has_a_sentence():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import socket
 import time
 from pathlib import Path
@@ -40,18 +41,33 @@ def describe_rank(rank: int, device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        # torch has no public name for it, and a build without CUDA has none at all.
-        driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()  # noqa: SLF001
         facts |= {
             "processor": facts["device"],
             "device": properties.name,
             "device_index": device.index,
             "device_memory": properties.total_memory,
-            "driver": f"CUDA {driver // 1000}.{driver % 1000 // 10}" if driver else None,
+            "driver": read_driver_version(),
             "cuda": torch.version.cuda,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         }
     return facts
+
+
+def read_driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    """Return the version of NVIDIA's driver on this host, None without one.
+
+    Args:
+        path: The driver's file, another one in tests.
+
+    Examples:
+        >>> read_driver_version(Path("/does/not/exist")) is None
+        True
+    """
+    try:
+        found = re.search(r"Module\s+(?:for \S+\s+)?(\d+[\d.]*)", path.read_text())
+    except OSError:
+        return None
+    return found[1] if found else None
 
 
 def gather_inventory(device: torch.device, axis: Axis) -> list[dict[str, Any]]:
