@@ -3,6 +3,9 @@
 docs/howto/what-is-my-run-doing.md walks through the same three.
 """
 
+import re
+from pathlib import Path
+
 import harness
 import pytest
 
@@ -13,6 +16,9 @@ from trainkit.tools import report
 from trainkit.tools.report.summary import describe_state
 from trainkit.types import PeerError
 
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "what-is-my-run-doing.md"
+NAME = re.compile(r"`([^`]+)`")
+
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory):
@@ -21,6 +27,36 @@ def ground(tmp_path_factory):
 
 def mean_of(lines, name):
     return sum(line.get(name, 0.0) for line in lines) / len(lines)
+
+
+# ------------------------------------------------------------------------------------ what it says
+
+
+def list_documented(heading):
+    """Return the names in the first column of the page's table under a heading."""
+    table = PAGE.read_text().partition(f"\n| {heading} |")[2].partition("\n\n")[0]
+    return {name for row in table.splitlines()[2:] for name in NAME.findall(row.split("|")[1])}
+
+
+def test_the_page_explains_every_field_of_a_run(ground, tmp_path):
+    flags = "--save-every 3 --eval-every 3 --layers-every 2 --peak-flops 1e11 --profile 3:4"
+    flags += " --compute fp16"
+    harness.complete(ground, tmp_path, *flags.split(), ranks=1, steps=6)
+
+    fields = {name for line in harness.lines(tmp_path) for name in line}
+    phases = {name.removeprefix("seconds/") for name in fields if name.startswith("seconds/")}
+    assert {"data", "forward", "backward", "step", "log", "save", "evaluate"} <= phases
+    assert phases <= list_documented("`seconds/PHASE` | the host")
+    general = {re.sub("^(rows|tokens)/.*", r"\1/CORPUS", name) for name in fields}
+    general = {re.sub("^seconds/.*", "seconds/PHASE", name) for name in general}
+    assert {"rows/CORPUS", "tokens/CORPUS", "mfu", "hfu", "loss_scale", "time"} <= general
+    assert general <= list_documented("field")
+
+    events = {event["event"] for event in read_jsonl(tmp_path / "events.jsonl")}
+    assert {"start", "startup", "host", "save", "profile", "evaluation"} <= events
+    assert events <= list_documented("event")
+    explained = set(NAME.findall(PAGE.read_text().partition("`layers.jsonl`, with")[2]))
+    assert set(read_jsonl(tmp_path / "layers.jsonl")[0]) <= explained | {"time"}
 
 
 # -------------------------------------------------------------------------------------- it is slow

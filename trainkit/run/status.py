@@ -254,7 +254,7 @@ def _read_layout(run_dir: Path, ranks: int | None) -> tuple[str | None, str | No
     """Return the layout of config.toml in words, and what is wrong with that file."""
     path = run_dir / "config.toml"
     if not path.exists():
-        return (None if ranks is None else f"{ranks} ranks"), None
+        return (None if ranks is None else f"{ranks} rank{'s' * (ranks != 1)}"), None
     names = attrs.fields_dict(Layout)
     try:
         table = tomllib.loads(_read_tail(path, _MAX_CONFIG).decode())
