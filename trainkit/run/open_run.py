@@ -62,6 +62,7 @@ from trainkit.run.plots.loss import plot_loss
 from trainkit.run.profiling import ProfileSummary, profile
 from trainkit.run.reproducible import set_numerics
 from trainkit.run.signals import Vote, open_step_vote, trap_signals
+from trainkit.run.sinks.console import escape_control_characters
 from trainkit.run.sinks.jsonl import (
     WriteEvent,
     compare_evaluations,
@@ -1014,8 +1015,10 @@ class Loop:
 
     def show_sample(self, state: TrainState, text: str) -> None:
         """Print what the model has written after a step, and add an event "sample" with it."""
-        self._run.log(text)
+        # An untrained model writes any byte, and some would garble a terminal.
+        self._run.log(escape_control_characters(text))
         self._write_event("sample", step=state.step, text=text)
+        self._steering.note_sample()
 
     def result(self, metric: str) -> None:
         """Add an event "result": the first and the last value of an evaluation, as "eval/loss".

@@ -47,7 +47,7 @@ function buildCurves() {
     simpleCard(name, capital(name.slice(5)), "term of the loss", "plain", name, { canLog: true }),
   );
   const other = [...new Set(runs.flatMap((run) => Object.keys(run.evaluations)))]
-    .filter((name) => name !== "eval/loss")
+    .filter((name) => !["eval/loss", "eval/perplexity"].includes(name))
     .map((name) => {
       const list = runs.flatMap((run, index) =>
         run.evaluations[name]
@@ -78,81 +78,68 @@ function buildCurves() {
   if (loss) addLane(loss);
 }
 
+// In the order of a step. `device` is where the host waits for what it has queued there.
 const PHASES = {
   data: "c5",
   forward: "c6",
   backward: "c0",
   reduce: "c1",
   step: "c2",
-  evaluate: "c4",
-  save: "c3",
+  device: "c4",
+  evaluate: "c3",
+  save: "ink-2",
   log: "c7",
+  other: "ink-3",
   garbage: "ink-3",
 };
+const colorOfPhase = (name) => PHASES[name.slice(8)] || "ink-3";
+const mean = (values) => values.reduce((sum, x) => sum + (x || 0), 0) / (values.length || 1);
+const meanOf = (run, name) => mean(run.series[name]?.m || run.series[name]?.v || []);
+
+/** Step time, phase on phase; phases without any time are left out. */
+function phaseCard(run, phases) {
+  const order = Object.keys(PHASES).map((name) => `seconds/${name}`);
+  const place = (name) => (order.includes(name) ? order.indexOf(name) : order.length);
+  const total = phases.reduce((sum, name) => sum + meanOf(run, name), 0);
+  const share = (name) => meanOf(run, name) / (total || 1);
+  const names = phases
+    .filter((name) => run.series[name] && share(name) > 0.0005)
+    .sort((a, b) => place(a) - place(b));
+  return curveCard({
+    id: `phases-${runs.indexOf(run)}`,
+    title: "Step time by phase",
+    unit: several ? run.name : "",
+    format: "seconds",
+    stack: true,
+    zero: true,
+    totals: Object.fromEntries(
+      names.map((name) => [name, `${(100 * share(name)).toFixed(share(name) < 0.1 ? 1 : 0)} %`]),
+    ),
+    width: several ? "w6" : "w8",
+    sources: names.map((name) => ({
+      run,
+      name,
+      label: name.slice(8),
+      color: colorOfPhase(name),
+    })),
+  });
+}
+
 function buildSpeed() {
   for (const name of ["seconds", "documents_per_second", "memory_reserved"]) usedNames.add(name);
   const phases = namesWith("seconds/");
   phases.forEach((name) => usedNames.add(name));
-  const colorOf = (name) => PHASES[name.slice(8)] || "ink-3";
+  const timed = runs.filter((run) => phases.some((name) => run.series[name]));
+  const label = (name) => name.slice(8);
   const stacked =
-    phases.length && runs.length > 2
-      ? [
-          barCard(
-            "phases",
-            "Step time by phase",
-            "mean",
-            phases,
-            colorOf,
-            (name) => name.slice(8),
-            seconds,
-          ),
-        ]
-      : phases.length
-        ? runs
-            .filter((run) => phases.some((name) => run.series[name]))
-            .map((run) => {
-              const order = Object.keys(PHASES).map((name) => `seconds/${name}`);
-              const names = phases
-                .filter((name) => run.series[name])
-                .sort((a, b) => (order.indexOf(a) + 1 || 99) - (order.indexOf(b) + 1 || 99));
-              const mean = (values) => values.reduce((sum, x) => sum + (x || 0), 0) / values.length;
-              const means = Object.fromEntries(
-                names.map((name) => [name, mean(run.series[name].m || run.series[name].v)]),
-              );
-              const total = Object.values(means).reduce((a, b) => a + b, 0);
-              const totals = Object.fromEntries(
-                names.map((name) => [
-                  name,
-                  total
-                    ? `${((100 * means[name]) / total).toFixed(means[name] / total < 0.1 ? 1 : 0)} %`
-                    : "",
-                ]),
-              );
-              return curveCard({
-                id: `phases-${runs.indexOf(run)}`,
-                title: "Step time by phase",
-                unit: several ? run.name : "",
-                format: "seconds",
-                stack: true,
-                zero: true,
-                all: false,
-                totals,
-                width: several ? "w6" : "w8",
-                sources: names.map((name) => ({
-                  run,
-                  name,
-                  label: name.slice(8),
-                  color: colorOf(name),
-                })),
-              });
-            })
-        : [];
+    timed.length && runs.length > 2
+      ? [barCard("phases", "Step time by phase", "mean", phases, colorOfPhase, label, seconds)]
+      : timed.map((run) => phaseCard(run, phases));
   const plainTime = simpleCard("seconds", "Step time", "", "seconds", "seconds", { zero: true });
-  const time = phases.length
-    ? [...stacked, ...(several || plainTime ? [plainTime] : [])]
-    : [plainTime];
+  const isOne = stacked.length === 1 && !several; // then throughput stands beside it
   addSection("speed", "Speed and memory", [
-    ...(phases.length && !several ? stacked : time),
+    ...stacked,
+    isOne ? null : plainTime,
     simpleCard("rate", "Throughput", "tokens a second", "short", "tokens_per_second", {
       zero: true,
     }),
@@ -179,7 +166,7 @@ function buildSpeed() {
       ],
       { zero: true, all: true, exact: true, main: "memory_peak" },
     ),
-    ...(phases.length && several ? [] : phases.length ? [plainTime] : []),
+    isOne ? plainTime : null,
     ...runs.filter((run) => run.profiles.length).map(profileCard),
   ]);
 }
@@ -232,6 +219,7 @@ function profileCard(run) {
 
 function buildData() {
   const groups = namesWith("tokens/");
+  const isMixed = groups.length > 1; // one corpus is always all of it
   for (const name of [
     ...groups,
     ...namesWith("rows/"),
@@ -242,7 +230,7 @@ function buildData() {
   ])
     usedNames.add(name);
   const corpora =
-    groups.length && runs.length > 2
+    isMixed && runs.length > 2
       ? [
           barCard(
             "corpora",
@@ -254,7 +242,7 @@ function buildData() {
             null,
           ),
         ]
-      : groups.length
+      : isMixed
         ? runs
             .filter((run) => groups.some((name) => run.series[name]))
             .map((run) => {
@@ -316,11 +304,7 @@ function buildData() {
 }
 /** One bar for each run, of the means of its parts; as shares of a whole where there is no format. */
 function barCard(id, title, unit, names, colorOf, labelOf, format) {
-  const mean = (run, name) => {
-    const values = run.series[name]?.m || run.series[name]?.v || [];
-    return values.reduce((sum, x) => sum + (x || 0), 0) / (values.length || 1);
-  };
-  const sums = runs.map((run) => names.reduce((sum, name) => sum + mean(run, name), 0));
+  const sums = runs.map((run) => names.reduce((sum, name) => sum + meanOf(run, name), 0));
   const legend = make(
     "div",
     { class: "legend" },
@@ -340,7 +324,7 @@ function barCard(id, title, unit, names, colorOf, labelOf, format) {
     if (!sums[index]) return [];
     const whole = format ? Math.max(...sums) : sums[index];
     const parts = names.map((name) => {
-      const part = mean(run, name);
+      const part = meanOf(run, name);
       return make("i", {
         title: `${labelOf(name)} ${format ? `${format(part)}, ` : ""}${percent(part / sums[index])}`,
         style: {
