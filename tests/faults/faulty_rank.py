@@ -62,8 +62,12 @@ def run_rank(order):
 
 
 def put_faults(module, planned):
-    """Put injectors around the recipe's train step."""
+    """Put injectors around the recipe's train step, and those of batches around its loader."""
     make = module.make_train_step
+    for name, given in planned:
+        if name == "slow_batches":
+            slow_loader(module.tk.data, given)
+    planned = [x for x in planned if x[0] != "slow_batches"]
 
     def make_train_step(cfg, ps, stages, optimizer, *rest, **named):
         step = make(cfg, ps, stages, optimizer, *rest, **named)
@@ -72,6 +76,18 @@ def put_faults(module, planned):
         return step
 
     module.make_train_step = make_train_step
+
+
+def slow_loader(data, given):
+    """Make the recipe's batches slowly."""
+    from trainkit.tools.testing import faults
+
+    prefetch = data.prefetch_batches
+
+    def slow_prefetch(make_batch, *rest, **named):
+        return prefetch(faults.slow_batches(**given)(make_batch), *rest, **named)
+
+    data.prefetch_batches = slow_prefetch
 
 
 def injector(name, given, **live):

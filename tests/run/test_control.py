@@ -396,6 +396,18 @@ def test_what_no_rank_carries_out_is_taken_back_and_the_last_sign_is_named(host,
     assert box.take() == []
 
 
+def test_the_rank_that_has_been_silent_for_longest_is_named(tmp_path):
+    (tmp_path / "ranks").mkdir()
+    for rank, age in {0: 20, 1: 10, 2: 70, 3: 30}.items():
+        path = tmp_path / "ranks" / f"rank_{rank:05d}.json"
+        path.write_text(json.dumps(BEAT | {"phase": f"step {rank}"}))
+        os.utime(path, (time.time() - age,) * 2)
+    text = module.describe_last_signs(tmp_path)
+    assert text.startswith("Last of all rank 1 was seen 10s ago, in phase 'step 1' for 48 s; ")
+    assert "; rank 0 was seen 20s ago, in phase 'step 0' for 48 s; " in text
+    assert text.endswith("; rank 2 was seen 70s ago, in phase 'step 2' for 48 s")
+
+
 def test_a_run_on_another_host_answers_through_the_disk(tmp_path):
     write_lock(tmp_path, host="gpu07")
     box = Mailbox(tmp_path)

@@ -338,6 +338,18 @@ def test_ranks_that_wait_in_units_of_fsdp_are_told_what_that_means(tmp_path):
     assert "out of its `blocks`" in error.hint
 
 
+@pytest.mark.parametrize("place", [f"{IN_UNIT} (unshard)", "agree (x.py:7)"])
+def test_where_a_stopped_rank_was_last_is_not_taken_for_where_it_waits(place, tmp_path):
+    rank = watch_of(tmp_path)
+    waiting = {"session": rank.team.session, "waits": True}
+    beat = attrs.evolve(BEAT, doing=place, **waiting)
+    rank = with_a_peer(rank, Sighting(beat, still=9.0))
+    rank.pulse.beat = attrs.evolve(rank.pulse.beat, doing=f"{IN_UNIT} (unshard)", waits=True)
+    write_beat(rank.team.folder, rank.team.members[1], beat)
+    error = watchdog._make_error(rank, watchdog._accuse(rank, [1]))
+    assert "has stopped: no sign of life for 9 s" in str(error)
+
+
 def test_a_rank_in_a_unit_of_fsdp_says_so():
     place, leave, entered = {}, threading.Event(), threading.Event()
     text = "def unshard(enter, wait):\n    enter()\n    wait()\n"

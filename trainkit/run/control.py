@@ -267,7 +267,7 @@ def _make_silence_error(
 
 
 def describe_last_signs(run_dir: str | Path) -> str:
-    """Return in words which rank of a run was seen last, and what rank 0 does.
+    """Return in words which rank of a run was seen last, and what rank 0 and the silent one do.
 
     Examples:
         >>> describe_last_signs("no/such/run")
@@ -280,9 +280,10 @@ def describe_last_signs(run_dir: str | Path) -> str:
             ages[int(path.stem.removeprefix("rank_"))] = time.time() - path.stat().st_mtime
     if not ages:
         return "No rank has left a sign of life"
-    last = min(ages, key=lambda rank: ages[rank])
+    by_age = sorted(ages, key=lambda rank: ages[rank])
     texts = []
-    for rank in dict.fromkeys((last, 0)):
+    # A rank whose process was stopped is the one that has been silent for longest.
+    for rank in dict.fromkeys((by_age[0], 0, by_age[-1])):
         session = _read(folder / f"rank_{rank:05d}.json").get("session")
         what = describe_beat(read_beat(folder, rank, str(session)))
         texts.append(f"rank {rank} was seen {format_age(ages.get(rank))} ago, {what}")

@@ -486,7 +486,7 @@ class Run:
             peak = peak_flops(torch.cuda.get_device_name(device))
         if peak is None and self.flops_per_token is not None:
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this processor"
-            self.log(f"no mfu: the peak of {name} is not known; --logging.peak-flops gives it")
+            self.log(f"no mfu: the peak of {name} is not known; --peak-flops gives it")
         if logging.sync_phases and device.type != "cpu":
             self.times.wait = partial(torch.accelerator.synchronize, device)
         asked = ProfileSteps.parse(logging.profile) if logging.profile else None

@@ -159,7 +159,7 @@ def _judge_end(run_dir: Path, events: list[dict[str, Any]]) -> tuple[State, str 
     failure = _read_json(run_dir / "ranks" / "failure.json")  # of the last process, never older
     beat = _read_json(run_dir / "ranks" / "rank_00000.json")
     if failure:
-        why = f"rank {failure.get('rank')} {failure.get('what')}"
+        why = _describe_failure(failure)
     elif beat.get("state") == "failed":
         why = f"failed in phase {beat.get('phase')!r}"
     elif "end" in ends:
@@ -173,13 +173,20 @@ def _judge_end(run_dir: Path, events: list[dict[str, Any]]) -> tuple[State, str 
     return "died", str(why)
 
 
+def _describe_failure(failure: Mapping[str, Any]) -> str:
+    return f"rank {failure.get('rank')} {failure.get('what')}"
+
+
 def _judge_lock(run_dir: Path) -> tuple[State, str | None]:
     """Return whether the owner of a lock is alive, as far as that can be known from here."""
     holder = _read_json(run_dir / "lock")
     host, pid = str(holder.get("host")), holder.get("pid")
     member = Member(0, host, host, pid if isinstance(pid, int) else 0, started="")
     if holder and is_gone(member, here=socket.gethostname()):
-        return "died", f"it was killed: process {pid} on {host} is gone"
+        # A launcher kills the other ranks when one has ended: the cause is what that one wrote.
+        failure = _read_json(run_dir / "ranks" / "failure.json")
+        killed = f"it was killed: process {pid} on {host} is gone"
+        return "died", _describe_failure(failure) if failure else killed
     silence = _measure_silence(run_dir / "lock", *(run_dir / "ranks").glob("rank_*.json"))
     if silence is not None and silence > SILENT_AFAR:
         return "stale", f"no sign of life of process {pid} on {host} for {format_age(silence)}"
@@ -247,7 +254,7 @@ def _read_layout(run_dir: Path, ranks: int | None) -> tuple[str | None, str | No
     """Return the layout of config.toml in words, and what is wrong with that file."""
     path = run_dir / "config.toml"
     if not path.exists():
-        return (None if ranks is None else f"{ranks} ranks"), None
+        return (None if ranks is None else f"{ranks} rank{'s' * (ranks != 1)}"), None
     names = attrs.fields_dict(Layout)
     try:
         table = tomllib.loads(_read_tail(path, _MAX_CONFIG).decode())

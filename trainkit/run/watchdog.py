@@ -646,19 +646,19 @@ def _accuse(rank: _Watch, culprits: Sequence[int]) -> peers.Failure:
     beats[team.own.rank] = rank.pulse.beat
     why = "is stuck"
     hint = ""
+    sighting = rank.others.sightings.get(culprits[0])
+    # First, since the last beat of a rank that has stopped may come from any place.
+    if sighting is not None and peers.is_silent(sighting, near=team.near[culprits[0]]):
+        why = f"has stopped: no sign of life for {sighting.still:.0f} s"
     # A special case of different places, with a cause that can be named.
-    if peers.wait_in_fsdp_units(beats):
+    elif peers.wait_in_fsdp_units(beats):
         why = "waits for parameters or gradients of another unit than others"
         hint = _UNITS
     elif peers.wait_in_different_places(beats):
         why = "waits at another place than others"
         hint = _APART
-    elif culprits[0] in rank.others.sightings:
-        sighting = rank.others.sightings[culprits[0]]
-        if peers.is_silent(sighting, near=team.near[culprits[0]]):
-            why = f"has stopped: no sign of life for {sighting.still:.0f} s"
-        elif peers.is_at_fault(sighting, near=True):
-            why = "has left the others alone"
+    elif sighting is not None and peers.is_at_fault(sighting, near=True):
+        why = "has left the others alone"
     number, text, detail = peers.describe_culprits(culprits, beats, team.members, why)
     failure = peers.Failure(team.session, number, text, detail, hint=hint)
     return peers.write_failure(team.folder, failure)

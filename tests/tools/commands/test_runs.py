@@ -58,6 +58,10 @@ STATES = {
         partial(write_run, lock=GONE),
         f"process {GONE['pid']} on {GONE['host']} is gone",
     ),
+    "died of a rank that hung": (
+        partial(write_run, lock=GONE, failure=FAILURE | {"what": "is stuck, in phase 'step 8'"}),
+        "rank 1 is stuck, in phase 'step 8'",
+    ),
     "died without a lock": (write_run, 'it has left no event "end"'),
     "died of an error": (
         partial(write_run, events=[START, END | {"failure": "OSError"}]),

@@ -251,6 +251,47 @@ def test_exactly_one_bit_of_a_parameter_flips(bit):
     assert changed.flatten().tolist() == [0] * 7 + [1 << bit if bit < 31 else -(1 << 31)] + [0] * 4
 
 
+@pytest.mark.parametrize("rule", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("name", ["0.weight", None])
+def test_a_large_update_is_that_of_a_higher_rate(rule, name):
+    def train(rates, factor):
+        """Take two steps; the second has the fault, if there is one."""
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+        named = dict(model.named_parameters())
+        optimizer = rule([{"params": [p], "lr": 0.25, "weight_decay": 0.5} for p in named.values()])
+
+        def step(state, batch):
+            model(torch.ones(2, 3)).sum().backward()
+            for key, group in zip(named, optimizer.param_groups, strict=True):
+                group["lr"] = 0.25 * rates.get(key, 1.0) if state.step == 1 else 0.25
+            optimizer.step()
+            optimizer.zero_grad()
+            return count(state, batch)
+
+        if factor:
+            step = faults.large_update_at(2, [model], optimizer, factor=factor, name=name)(step)
+        walk(step, 2)
+        return named
+
+    chosen = ["0.weight"] if name else ["0.weight", "0.bias", "1.weight", "1.bias"]
+    wanted, found = train(dict.fromkeys(chosen, 8.0), None), train({}, 8.0)
+    for key, p in wanted.items():
+        torch.testing.assert_close(found[key], p, rtol=1e-5, atol=1e-5)
+    plain = train({}, None)
+    changed = [key for key in plain if not torch.allclose(plain[key], found[key], atol=1e-3)]
+    assert changed == chosen
+
+
+def test_batches_are_slow_from_one_on_and_the_same(monkeypatch):
+    naps = []
+    monkeypatch.setattr(time, "sleep", naps.append)
+    made = [faults.slow_batches(3, seconds=0.5)(lambda c: c.batch)(Cursor(n)) for n in range(5)]
+    assert (made, naps) == ([0, 1, 2, 3, 4], [0.5] * 3)
+    faults.slow_batches(1, seconds=0.5, rank=1)(lambda c: c)(Cursor())  # this is rank 0
+    assert naps == [0.5] * 3
+
+
 def test_a_parameter_that_is_not_there_is_named():
     model, _ = trained()
     with pytest.raises(ValueError, match="no parameter is called 'wieght'; there are weight"):

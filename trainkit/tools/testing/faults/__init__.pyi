@@ -1,4 +1,5 @@
 # The table of contents, which __init__.py loads lazily.
+from .batches import slow_batches as slow_batches
 from .files import add_file as add_file
 from .files import flip_bit as flip_bit
 from .files import remove_file as remove_file
@@ -6,6 +7,7 @@ from .files import swap_files as swap_files
 from .files import truncate as truncate
 from .files import zero_page as zero_page
 from .numbers import flip_bit_at as flip_bit_at
+from .numbers import large_update_at as large_update_at
 from .numbers import nan_gradient_at as nan_gradient_at
 from .numbers import nan_loss_at as nan_loss_at
 from .numbers import nan_moment_at as nan_moment_at

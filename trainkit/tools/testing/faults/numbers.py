@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from trainkit.parallel.parameters import canonical_name, get_local_box, get_named_parameters
-from trainkit.tools.testing.faults.steps import At, Injector, Ranks, act_at, until_next
+from trainkit.tools.testing.faults.steps import At, Injector, Ranks, act_at, until_next, wrap_step
 from trainkit.types import Hidden, RoutedOutput
 
 _Value = float | Callable[[Tensor], Tensor]  # the new value, or a function of the old one
@@ -193,6 +193,78 @@ def nan_moment_at(
         element,
         value,
     )
+
+
+def large_update_at(
+    at: At,
+    stages: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    *,
+    factor: float,
+    rank: Ranks = None,
+    name: str | None = None,
+) -> Injector:
+    """Return an injector that multiplies updates, as a learning rate that is too high does.
+
+    Rules that multiply the rate with all that they add, as SGD and AdamW do, take the step of a
+    rate that is `factor` times as high. A parameter that a step does not change stays as it is.
+
+    Args:
+        at: The steps; see `trainkit.tools.testing.faults.steps`.
+        stages: This rank's stages.
+        optimizer: Their optimizer.
+        factor: What to multiply with.
+        rank: The ranks; all by default, since replicas would differ otherwise.
+        name: The parameter's name in the whole model; by default all.
+
+    Effects:
+        Registers two hooks of the optimizer, for as long as it lives. What is watched by hooks
+        that are registered later, as `run.layers.watch_layers` does, has the multiplied update.
+
+    Examples:
+        >>> from trainkit.types import TrainState
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        >>> _ = nn.init.ones_(model.weight)
+        >>> def train_step(state, batch):
+        ...     model.weight.grad = torch.ones(1, 1)
+        ...     return state, optimizer.step()
+        >>> step = large_update_at(1, [model], optimizer, factor=4.0)(train_step)
+        >>> _ = step(TrainState(), None)
+        >>> model.weight.data
+        tensor([[-1.]])
+    """
+    is_active = False
+    before: dict[str, Tensor] = {}
+
+    def get_parameters() -> Mapping[str, nn.Parameter]:
+        return (
+            get_named_parameters(stages) if name is None else {name: _get_parameter(stages, name)}
+        )
+
+    def remember(*_: Any) -> None:
+        if is_active:
+            before.update({key: p.detach().clone() for key, p in get_parameters().items()})
+
+    @torch.no_grad()
+    def enlarge(*_: Any) -> None:
+        for key, old in before.items():
+            parameter = get_parameters()[key]
+            parameter.add_(parameter - old, alpha=factor - 1.0)
+        before.clear()
+
+    @contextmanager
+    def be_active() -> Iterator[None]:
+        nonlocal is_active
+        is_active = True
+        try:
+            yield
+        finally:
+            is_active = False
+
+    optimizer.register_step_pre_hook(remember)
+    optimizer.register_step_post_hook(enlarge)
+    return wrap_step(at, be_active, rank=rank)
 
 
 def flip_bit_at(

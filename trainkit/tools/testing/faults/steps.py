@@ -167,10 +167,20 @@ def _replace_steps(
     return wrap
 
 
-def _is_due(at: At, ranks: Ranks, state: TrainState) -> bool:
-    # At each step, since an injector may be made before the process group is.
+def is_this_rank(ranks: Ranks) -> bool:
+    """Return whether this rank is one of some ranks; all are, for None.
+
+    Examples:
+        >>> is_this_rank(0), is_this_rank([1, 2]), is_this_rank(None)  # of a single process
+        (True, False, True)
+    """
+    # Not when an injector is made, since that may be before the process group is.
     rank = dist.get_rank() if dist.is_initialized() else 0
-    if ranks is not None and rank not in ({ranks} if isinstance(ranks, int) else ranks):
+    return ranks is None or rank in ({ranks} if isinstance(ranks, int) else ranks)
+
+
+def _is_due(at: At, ranks: Ranks, state: TrainState) -> bool:
+    if not is_this_rank(ranks):
         return False
     if callable(at):
         return at(state)
