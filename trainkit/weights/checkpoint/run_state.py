@@ -302,8 +302,14 @@ def state_hash(
     stages: Iterable[nn.Module] | nn.Module,
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
+    components: Mapping[str, Any] | None = None,
 ) -> str:
     """Hash a run's parameters, optimizer state and counters: 16 hex digits, equal in every layout.
+
+    With `components` (see `Component`) it covers their state as well.
+
+    Raises:
+        ConfigError: A component cannot be saved, or differs on a rank.
 
     Effects:
         Communicates on `ps.world`, and waits.
@@ -316,7 +322,13 @@ def state_hash(
         False
     """
     stages = modules_of(stages)
-    return combine_hashes(_hash_boxes(get_boxes_to_write(stages, optimizer, ps), ps), state)
+    hashes = _hash_boxes(get_boxes_to_write(stages, optimizer, ps), ps)
+    if components:
+        # Imported here, since the components hash their tensors by a function of this file.
+        from trainkit.weights.checkpoint.components import hash_components  # noqa: PLC0415
+
+        hashes |= hash_components(components, ps.world, by="state_hash")
+    return combine_hashes(hashes, state)
 
 
 def hash_base(stages: Iterable[nn.Module] | nn.Module, ps: ParallelState) -> str:

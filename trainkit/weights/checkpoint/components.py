@@ -1,0 +1,444 @@
+"""Components: objects of a user's own, whose state is saved with a run and loaded again.
+
+An average of the weights, a curriculum, a sampler, metrics: anything with `state_dict` and
+`load_state_dict`. What they hold in common with PyTorch's own `Stateful` is these two methods.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from trainkit.collectives import run_on_all_ranks
+from trainkit.parallel.parameters import Box, get_local_box
+from trainkit.types import Axis, CheckpointError, ConfigError
+from trainkit.weights.checkpoint.boxes import DTYPES, get_dtype_name
+from trainkit.weights.checkpoint.component_trees import (
+    MAX_DEPTH,
+    TENSORS,
+    Tree,
+    decode_tree,
+    hash_states,
+    merge_states,
+)
+from trainkit.weights.checkpoint.reading import Target
+from trainkit.weights.checkpoint.run_state import hash_tensor_box
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,99}")
+_MAX_VALUES = 100_000  # plain values of all components; a million would slow every save
+_MAX_NAME = 400  # letters of a tensor's name, before a number that makes it unique
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What a component is: its state can be read, and loaded again."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state: tensors and plain values in dictionaries, lists and tuples."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take a state that `state_dict` has returned; its tensors are the component's to keep."""
+        ...
+
+
+@attrs.frozen(eq=False)
+class Component:
+    """An object whose state is saved with a run.
+
+    Examples:
+        >>> Component(nn.Linear(1, 1)).per_rank
+        False
+    """
+
+    state: Stateful
+    """The object. Its `state_dict()` holds tensors, numbers, strings, booleans and None in
+    dictionaries, lists and tuples."""
+
+    per_rank: bool = attrs.field(default=False, kw_only=True)
+    """Each rank saves and loads its own state, so a run resumes with as many ranks only. By default
+    the state is equal on all ranks; the first one writes it, and a save fails if another differs.
+    """
+
+    required: bool = attrs.field(default=True, kw_only=True)
+    """A checkpoint without it does not fit the run. If False, a message says that the object stays
+    as it is."""
+
+
+Components = Mapping[str, Any]
+"""Components by name, each a `Component`, or an object that is a required one equal on all ranks.
+"""
+
+
+def get_components(components: Components | None, *, by: str) -> dict[str, Component]:
+    """Return components by name as records, or raise ConfigError for one that is none.
+
+    Examples:
+        >>> get_components({"curriculum": 3}, by="resume")
+        Traceback (most recent call last):
+        ...
+        trainkit.types.ConfigError: resume: the component 'curriculum' is an `int` without state_...
+    """
+    found: dict[str, Component] = {}
+    for name, value in (components or {}).items():
+        component = value if isinstance(value, Component) else Component(value)
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"{by}: a component is named {name!r}; use letters, digits, - and _, at most 100",
+                where="components",
+            )
+        if not isinstance(component.state, Stateful) or isinstance(component.state, type):
+            raise ConfigError(
+                f"{by}: the component {name!r} is an `{type(component.state).__name__}` without "
+                "state_dict and load_state_dict, which say what is saved of it",
+                where=f"components.{name}",
+            )
+        found[name] = component
+    return found
+
+
+@attrs.frozen(eq=False)
+class ComponentStates:
+    """The states of this rank's components at one moment; the tensors are those of the objects.
+
+    `trees` has {"per_rank", "state"} of each component. Tensors have the names of the index: those
+    in `replicated` are equal on all ranks, those in `own` are this rank's.
+    """
+
+    trees: Mapping[str, Any]
+    replicated: Mapping[str, Tensor]
+    own: Mapping[str, Tensor]
+
+
+def read_components(components: Components | None, *, rank: int, by: str) -> ComponentStates:
+    """Read the states of components, without copying a tensor.
+
+    Two keys with one tensor (the same storage, offset, shape and strides) share one name, also of
+    two components.
+
+    Args:
+        components: The components.
+        rank: This rank.
+        by: The function that errors name.
+
+    Raises:
+        ConfigError: A state holds what no checkpoint can; names its path.
+
+    Effects:
+        Calls `state_dict` of each component.
+
+    Examples:
+        >>> weight = torch.ones(2)
+        >>> layer = nn.Linear(1, 1)
+        >>> read_components({"layer": layer}, rank=0, by="save").replicated.keys()
+        dict_keys(['components/layer/weight', 'components/layer/bias'])
+    """
+    shared, own = _Encoder(by), _Encoder(by)
+    trees: dict[str, Any] = {}
+    for name, component in get_components(components, by=by).items():
+        encoder = own if component.per_rank else shared
+        # Names of ranks differ: each is a tensor of its own in the index.
+        prefix = f"{TENSORS}{name}" + f"/rank_{rank:05d}" * component.per_rank
+        tree = encoder.encode(component.state.state_dict(), (name,), prefix)
+        trees[name] = {"per_rank": component.per_rank, "state": tree}
+    if shared.values + own.values > _MAX_VALUES:
+        raise ConfigError(
+            f"{by}: the components {', '.join(trees)} hold {shared.values + own.values} plain "
+            f"values, and a checkpoint at most {_MAX_VALUES}; put long lists of numbers into "
+            "tensors",
+            where="components",
+        )
+    return ComponentStates(trees, shared.tensors, own.tensors)
+
+
+@attrs.define(eq=False)
+class _Encoder:
+    """Turns states into trees, and collects their tensors by name."""
+
+    by: str
+    tensors: dict[str, Tensor] = attrs.field(factory=dict)
+    names: dict[Any, str] = attrs.field(factory=dict)  # of tensors, by what makes two one
+    values: int = 0
+
+    def encode(self, value: Any, path: tuple[Any, ...], prefix: str) -> Tree:
+        self.values += 1
+        kind = type(value)
+        if isinstance(value, Tensor):
+            return self._encode_tensor(value, path, prefix)
+        if len(path) > MAX_DEPTH:
+            raise self._refuse(path, f"is nested more than {MAX_DEPTH} deep")
+        if isinstance(value, Mapping):
+            return self._encode_table(value, path, prefix)
+        if kind in (list, tuple):
+            items = [self.encode(item, (*path, i), prefix) for i, item in enumerate(value)]
+            return items if kind is list else {"$tuple": items}
+        if value is None or kind is bool or (kind is str and _is_unicode(value)):
+            return value
+        if kind in (int, float):
+            return _encode_number(value)
+        # Exact types: a numpy.float64 is a float, and would come back as another class.
+        raise self._refuse(path, f"is a `{kind.__module__}.{kind.__qualname__}`")
+
+    def _encode_table(self, value: Mapping[Any, Any], path: tuple[Any, ...], prefix: str) -> Tree:
+        for key in value:
+            is_int = type(key) is int and -(2**63) <= key < 2**63
+            if not is_int and not (type(key) is str and _is_unicode(key)):
+                raise self._refuse(path, f"has the key {key!r:.100}, which is neither text nor int")
+        items = [(key, self.encode(x, (*path, key), prefix)) for key, x in value.items()]
+        # JSON is written with sorted names, and the order of a dictionary may matter.
+        is_plain = all(type(key) is str and not key.startswith("$") for key in value)
+        if is_plain and [*value] == sorted(value):
+            return dict(items)
+        return {"$dict": [[key, item] for key, item in items]}
+
+    def _encode_tensor(self, x: Tensor, path: tuple[Any, ...], prefix: str) -> Tree:
+        dtype = get_dtype_name(x.dtype)
+        if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.is_meta:
+            what = "is a " + ("tensor without values" if x.is_meta else f"`{type(x).__name__}`")
+            raise self._refuse(
+                path, f"{what}; give a plain tensor: of a shard to_local(), with per_rank=True"
+            )
+        if dtype not in DTYPES or x.is_quantized:
+            raise self._refuse(path, f"has the dtype {dtype}, which no checkpoint holds")
+        # Empty tensors have no storage that could tell them apart.
+        key = (
+            (x.untyped_storage().data_ptr(), x.storage_offset(), x.shape, x.stride(), dtype)
+            if x.numel()
+            else id(x)
+        )
+        if key not in self.names:
+            self.names[key] = self._choose_name(path, prefix)
+            self.tensors[self.names[key]] = x
+        return {
+            "$tensor": self.names[key],
+            "dtype": dtype,
+            "shape": list(x.shape),
+            "on": "cpu" if x.device.type == "cpu" else "device",
+        }
+
+    def _choose_name(self, path: tuple[Any, ...], prefix: str) -> str:
+        # Only a label: the tree holds the keys. Files and commands accept no other letters.
+        parts = [re.sub(r"[^A-Za-z0-9_.:-]", "_", str(key)) or "_" for key in path[1:]]
+        label = "/".join((prefix, *parts))[:_MAX_NAME].replace("..", "._")
+        name, number = label, len(self.tensors)
+        while name in self.tensors:
+            name, number = f"{label}-{number}", number + 1
+        return name
+
+    def _refuse(self, path: tuple[Any, ...], what: str) -> ConfigError:
+        where = "/".join(map(str, path))
+        return ConfigError(
+            f"{self.by}: {where[:200]} of the components {what}; a checkpoint holds tensors, "
+            "numbers, strings, booleans and None, in dictionaries, lists and tuples",
+            where=f"components.{where[:200]}",
+            hint="change what state_dict returns: torch.from_numpy of an array, float of a number",
+        )
+
+
+def _encode_number(value: float) -> Tree:
+    if isinstance(value, int):
+        return value if -(2**63) <= value < 2**63 else {"$int": hex(value)}
+    return value if math.isfinite(value) else {"$float": repr(value)}
+
+
+def _is_unicode(text: str) -> bool:
+    # Half of a surrogate pair is text to Python, and to no file.
+    return text.isascii() or text.encode(errors="ignore").decode() == text
+
+
+def get_component_boxes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Box]]:
+    """Return the boxes of tensors of components: each is a box of its own."""
+    return {name: (x, get_local_box(x)) for name, x in tensors.items()}
+
+
+# ---------------------------------------------------------------------------------------- comparing
+
+
+def hash_components(components: Components | None, axis: Axis, *, by: str) -> dict[str, int]:
+    """Hash the states of components, after checking that those equal on all ranks are.
+
+    Args:
+        components: The components.
+        axis: All ranks, `ps.world`.
+        by: The function that errors name.
+
+    Returns:
+        Hashes by name, equal on all ranks; their sum belongs to the hash of a run's state.
+
+    Raises:
+        ConfigError: A state cannot be saved, or differs; names the ranks and the keys.
+
+    Effects:
+        Communicates on `axis`, if there are components.
+
+    Examples:
+        >>> from trainkit.types import SOLO
+        >>> len(hash_components({"layer": nn.Linear(1, 1)}, SOLO, by="state_hash"))
+        3
+    """
+    if not components:
+        return {}
+
+    def read() -> list[Any]:
+        states = read_components(components, rank=axis.index, by=by)
+        tensors = {**states.replicated, **states.own}
+        hashes = {
+            name: hash_tensor_box(name, x, shape=x.shape, offset=(0,) * x.dim())
+            for name, x in tensors.items()
+            if x.numel()
+        }
+        return [states.trees, hashes]
+
+    by_rank = run_on_all_ranks(read, axis)
+    merged = merge_states([trees for trees, _ in by_rank], [hashes for _, hashes in by_rank], by=by)
+    return {name: x for _, own in by_rank for name, x in own.items()} | hash_states(merged)
+
+
+def compare_components(
+    saved: Mapping[str, Any],
+    components: Components | None,
+    *,
+    ranks: int,
+    may_change: bool,
+) -> tuple[list[str], list[str]]:
+    """Return where the components of a checkpoint and of the run differ: errors, and messages.
+
+    Args:
+        saved: The "components" of its `state.json`.
+        components: The run's.
+        ranks: How many ranks the run has.
+        may_change: The user allows components that only one of them has.
+
+    Examples:
+        >>> compare_components({}, {"layer": nn.Linear(1, 1)}, ranks=1, may_change=True)
+        ([], ['the checkpoint has no component layer: it stays as it is'])
+    """
+    errors: list[str] = []
+    messages: list[str] = []
+    allow = "(--allow-change components resumes without it)"
+    live = get_components(components, by="resume")
+    for name, component in live.items():
+        if name not in saved:
+            if may_change or not component.required:
+                messages.append(f"the checkpoint has no component {name}: it stays as it is")
+            else:
+                errors.append(f"the component {name} is missing in the checkpoint {allow}")
+        elif saved[name]["per_rank"] != component.per_rank:
+            kinds = ("equal on all ranks", "of each rank")
+            errors.append(
+                f"the component {name} was saved as {kinds[saved[name]['per_rank']]}, the run has "
+                f"it as {kinds[component.per_rank]}"
+            )
+        elif component.per_rank and len(saved[name]["states"]) != ranks:
+            errors.append(
+                f"the component {name} was saved by each of {len(saved[name]['states'])} ranks, "
+                f"the run has {ranks}: resume with as many ranks"
+            )
+    for name in sorted(saved.keys() - live.keys()):
+        if may_change:
+            messages.append(f"the component {name} of the checkpoint is left out")
+        else:
+            errors.append(f"the component {name} is left over {allow}")
+    return errors, messages
+
+
+# ------------------------------------------------------------------------------------------ loading
+
+
+def _select_tree(saved: Mapping[str, Any], rank: int) -> Tree:
+    return saved["states"][rank if saved["per_rank"] else 0]
+
+
+def make_component_targets(
+    saved: Mapping[str, Any],
+    index: Mapping[str, Any],
+    components: Components | None,
+    *,
+    rank: int,
+) -> dict[str, Target]:
+    """Allocate the tensors of components that a rank loads, in host memory.
+
+    Args:
+        saved: The "components" of a `state.json`, which have been checked.
+        index: The checked entries of the checkpoint's index.
+        components: The run's.
+        rank: This rank.
+    """
+    targets: dict[str, Target] = {}
+
+    def allocate(described: Mapping[str, Any]) -> None:
+        name = described["$tensor"]
+        if name not in targets:  # shared ones are read once
+            entry = index[name]
+            x = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+            targets[name] = Target(name, x, get_local_box(x))
+
+    for name in components or {}:
+        # Another number of ranks is an error that `compare_components` reports.
+        if name in saved and not (saved[name]["per_rank"] and rank >= len(saved[name]["states"])):
+            decode_tree(_select_tree(saved[name], rank), allocate)
+    return targets
+
+
+def install_components_(
+    saved: Mapping[str, Any],
+    targets: Mapping[str, Target],
+    components: Components | None,
+    *,
+    device: torch.device,
+    axis: Axis,
+) -> None:
+    """Load the saved states into the components.
+
+    Args:
+        saved: The "components" of a `state.json`.
+        targets: The tensors that were read.
+        components: The run's.
+        device: Where tensors go that were not in host memory when they were saved.
+        axis: The ranks that load.
+
+    Raises:
+        CheckpointError: A component does not take its state.
+
+    Effects:
+        Calls `load_state_dict` of each component; communicates on `axis`, if there are components.
+    """
+    moved: dict[str, Tensor] = {}
+
+    def get_tensor(described: Mapping[str, Any]) -> Tensor:
+        name = described["$tensor"]
+        if name not in moved:
+            x = targets[name].tensor
+            moved[name] = x if described["on"] == "cpu" else x.to(device)
+        return moved[name]
+
+    def install() -> None:
+        for name, component in get_components(components, by="resume").items():
+            if name not in saved:
+                continue
+            state = decode_tree(_select_tree(saved[name], axis.index), get_tensor)
+            try:
+                component.state.load_state_dict(state)
+            except Exception as error:
+                raise CheckpointError(
+                    f"resume: the component {name} does not take its saved state: "
+                    f"{type(error).__name__}: {error}",
+                    where=f"components.{name}",
+                    hint="load_state_dict must take what state_dict returned when it was saved",
+                ) from error
+
+    if components:
+        run_on_all_ranks(install, axis)
+
+
+def get_device(stages: Sequence[nn.Module]) -> torch.device:
+    """Return the device of the first parameter of some stages; the CPU if there is none."""
+    parameters = (p for stage in stages for p in stage.parameters())
+    first = next(parameters, None)
+    return torch.device("cpu") if first is None else first.device
