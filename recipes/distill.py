@@ -58,7 +58,7 @@ class Config(tk.config.RunConfig):
     """The weight of the loss of the text's own tokens, out of 1; 1 needs no teacher."""
     compare: bool = tk.config.option(default=True, on_resume="ignore")
     """Train a twin first, on hard labels alone, in the folder hard of the run's directory."""
-    eval_every: int = tk.config.option(60, tk.config.non_negative, on_resume="allow")
+    eval_every: tk.schedules.Interval = tk.config.interval(60, on_resume="allow")
     """Steps between evaluations on held-out documents, with one at the end; 0 for none."""
     student: StudentOptions = StudentOptions()
     batch: tk.config.RowOptions = tk.config.RowOptions()
@@ -279,6 +279,7 @@ def train(cfg, run, base):
             checkpoints=cfg.checkpoints,
             logging=cfg.logging,
             policy=cfg.policy,
+            batches_per_epoch=len(rows) / cfg.batch.rows,  # for --save-every 2epochs
         ) as loop,
     ):
         while state.step < cfg.steps and not stop:

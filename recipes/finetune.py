@@ -57,7 +57,7 @@ class Config(tk.config.RunConfig):
     """Which turns are trained on: all of the assistant's, or only the last; .tokens files say."""
     cache: Path | None = tk.config.option(Path("runs/cache"), on_resume="allow")
     """Where packings are cached for the next run; None for no cache."""
-    eval_every: int = tk.config.option(275, tk.config.non_negative, on_resume="allow")
+    eval_every: tk.schedules.Interval = tk.config.interval(275, on_resume="allow")
     """Steps between evaluations on held-out conversations, with one at both ends; 0 for none."""
     ask: tuple[str, ...] = tk.config.option(
         ("def is_open(self)", "def get_version(name)", "def remove_file(path, force=False)"),
@@ -250,6 +250,7 @@ def train(cfg, run, tokenizer, base, first):
             checkpoints=cfg.checkpoints,
             logging=cfg.logging,
             policy=cfg.policy,
+            batches_per_epoch=len(rows) / cfg.batch.rows,  # for --save-every 2epochs
         ) as loop,
     ):
         loop.event("packing", step=state.step, facts={**rows.report, **counts})

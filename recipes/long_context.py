@@ -194,6 +194,7 @@ def train(cfg, run, tokenizer, model):
             checkpoints=cfg.checkpoints,
             logging=cfg.logging,
             policy=cfg.policy,
+            batches_per_epoch=len(rows) / cfg.batch.rows,  # for --save-every 2epochs
         ) as loop,
     ):
         while state.step < cfg.steps and not stop:

@@ -50,7 +50,7 @@ class Config(tk.config.RunConfig):
     """The largest change of a bias in a step; it decays as the learning rate does."""
     loss_weight: float = tk.config.option(0.01, tk.config.non_negative, on_resume="allow")
     """The weight of the auxiliary loss, a mean over the layers; 0.01 to 0.1 balances."""
-    eval_every: int = tk.config.option(200, tk.config.non_negative, on_resume="allow")
+    eval_every: tk.schedules.Interval = tk.config.interval(200, on_resume="allow")
     """Steps between evaluations on held-out documents, with one at the end; 0 for none."""
     prompt: str = tk.config.option("def ", on_resume="allow")
     """What the model continues when it is evaluated."""
@@ -253,6 +253,7 @@ def train(cfg, run, tokenizer, model, first):
             checkpoints=cfg.checkpoints,
             logging=cfg.logging,
             policy=cfg.policy,
+            batches_per_epoch=len(rows) / cfg.batch.rows,  # for --save-every 2epochs
         ) as loop,
     ):
         loop.event("packing", step=state.step, facts=rows.report)

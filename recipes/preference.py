@@ -38,7 +38,7 @@ class Config(tk.config.RunConfig):
     """The loss of a pair; the first three compare with the initial weights."""
     beta: float | None = tk.config.option(None, attrs.validators.optional(tk.config.positive))
     """The factor of the log-ratios (ORPO: of the odds ratio); by default 0.1, for SimPO 2."""
-    eval_every: int = tk.config.option(60, tk.config.non_negative, on_resume="allow")
+    eval_every: tk.schedules.Interval = tk.config.interval(60, on_resume="allow")
     """Steps between evaluations on held-out pairs, with one at both ends; 0 for none."""
     batch: tk.config.RowOptions = tk.config.RowOptions(row_length=512, rows=4, microbatch=2)
     optim: tk.config.OptimizerOptions = tk.config.OptimizerOptions(
@@ -304,6 +304,7 @@ def train(cfg, run, tokenizer, base, first):
             checkpoints=cfg.checkpoints,
             logging=cfg.logging,
             policy=cfg.policy,
+            batches_per_epoch=len(rows) / cfg.batch.rows,  # for --save-every 2epochs
         ) as loop,
     ):
         loop.event("packing", step=state.step, facts=rows.report)

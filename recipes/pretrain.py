@@ -41,7 +41,7 @@ class Config(tk.config.RunConfig):
     """A Hugging Face folder to start from: its architecture, weights and tokenizer."""
     size: str = "tiny"
     """A named model size, where there is no init; see trainkit.models.list_decoder_sizes."""
-    eval_every: int = tk.config.option(325, tk.config.non_negative, on_resume="allow")
+    eval_every: tk.schedules.Interval = tk.config.interval(325, on_resume="allow")
     """Steps between evaluations on held-out documents, with one at the end; 0 for none."""
     prompt: str | None = tk.config.option(None, on_resume="allow")
     """What the model continues after an evaluation; by default the start of a held-out text."""
@@ -248,6 +248,7 @@ def train(cfg, run, tokenizer, model, first):
             checkpoints=cfg.checkpoints,
             logging=cfg.logging,
             policy=cfg.policy,
+            batches_per_epoch=len(rows) / cfg.batch.rows,  # for --save-every 2epochs
         ) as loop,
     ):
         for name, report in reports.items():

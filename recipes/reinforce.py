@@ -55,7 +55,7 @@ class Config(tk.config.RunConfig):
     """bytes, or a tokenizer.json with an EOS; by default that of init, or bytes."""
     size: str = "tiny"
     """A named model size, of new weights; see trainkit.models.list_decoder_sizes."""
-    eval_every: int = tk.config.option(40, tk.config.positive, on_resume="allow")
+    eval_every: tk.schedules.Interval = tk.config.interval(40, on_resume="allow")
     """Steps between evaluations on held-out problems, from the end of the supervised steps on."""
     batch: tk.config.RowOptions = tk.config.RowOptions(
         row_length=64,
@@ -407,7 +407,8 @@ def main(argv=None):
         precision=tk.parallel.resolve_precision(cfg.precision),
     )
     # A checkpoint holds no answers: it is only complete between rollouts.
-    counts = [cfg.steps, cfg.supervised, cfg.checkpoints.save_every]
+    every = cfg.checkpoints.save_every
+    counts = [cfg.steps, cfg.supervised, *([int(every.value)] if every.unit == "steps" else [])]
     if any(count % cfg.rollout.updates for count in counts):
         raise ValueError(
             f"--steps, --supervised and --save-every are {counts}, not multiples of --updates "

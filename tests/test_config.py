@@ -1,7 +1,9 @@
 """Defaults, a file and flags make one record; what is wrong is named, all of it, before step 1."""
 
+import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ from trainkit.run.config import (
     RunConfig,
     config_to_dict,
     fraction,
+    interval,
     load_config,
     make_config_facts,
     make_resume_rules,
@@ -28,6 +31,7 @@ from trainkit.run.config import (
     positive,
     read_config,
 )
+from trainkit.schedules import Interval, parse_interval
 from trainkit.types import ConfigError, Layout
 
 
@@ -99,7 +103,8 @@ def test_flags_override_the_file_and_the_file_overrides_defaults(tmp_path):
     config = load_config(
         Config, ["--config", file, "--steps", "9", "--dp-replicate=2", "--compile"]
     )
-    assert (config.steps, config.lr, config.checkpoints.save_every, config.seed) == (9, 1.0, 3, 0)
+    assert (config.steps, config.lr, config.seed) == (9, 1.0, 0)
+    assert config.checkpoints.save_every == Interval(3)
     assert (config.betas, config.corpus, config.compile) == ((0.8, 0.9), (Path("a"),), True)
     assert config.layout == Layout(dp_replicate=2)
     assert config.config == Path(file)
@@ -491,3 +496,60 @@ class Twice(RunConfig):
 def test_two_fields_of_one_name_are_a_mistake_of_the_recipe():
     with pytest.raises(AssertionError, match="Twice has rows twice"):
         config_to_dict(Twice())
+
+
+# ------------------------------------------------------------------------------------ intervals
+
+
+@attrs.frozen(kw_only=True)
+class Evaluated(RunConfig):
+    """A recipe that evaluates at an interval."""
+
+    eval_every: Interval = interval(325, on_resume="allow")
+    """Evaluate every so many steps; 0 for never."""
+
+
+@pytest.mark.parametrize(
+    ("flag", "plain"),
+    [("7", 7), ("0", 0), *((x, x) for x in ("30min", "100M-tokens", "2epochs"))],
+)
+def test_an_interval_is_a_number_of_steps_or_a_text_in_flags_files_and_facts(flag, plain, tmp_path):
+    found = load_config(Evaluated, ["--eval-every", flag])
+    assert found.eval_every == parse_interval(flag)
+    assert found == Evaluated(eval_every=flag)
+    assert config_to_dict(found)["eval_every"] == plain
+    assert make_config_facts(found)["config.eval_every"] == plain
+    file = write(tmp_path, f"eval_every = {json.dumps(plain)}")
+    assert read_config(Evaluated, file) == found
+    assert load_config(Evaluated, ["--config", str(file)]).eval_every == found.eval_every
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--eval-every", "30m"], "--eval-every: '30m' is no interval: 30min, or 30M-tokens for"),
+        (["--save-every", "0"], "save_every must be above 0, got 0"),
+        (["--save-every=0s"], "save_every must be above 0, got 0s"),
+        (["--eval-every", "-3"], "eval_every must be at least 0, got -3"),
+        (["--save-every", "1.5tokens"], "'1.5tokens' is no whole number of tokens"),
+    ],
+)
+def test_a_flag_that_is_no_interval_is_refused_in_words(flags, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(Evaluated, flags)
+
+
+def test_a_file_with_several_wrong_intervals_names_each(tmp_path):
+    file = write(tmp_path, 'save_every = "30m"\neval_every = 2.5')
+    with pytest.raises(ConfigError) as caught:
+        read_config(Evaluated, file)
+    assert "save_every: '30m' is no interval: 30min, or" in str(caught.value)
+    assert "eval_every: '2.5' is no interval: write 200, 30min, " in str(caught.value)
+
+
+def test_help_shows_the_forms_of_an_interval(capsys):
+    with pytest.raises(SystemExit):
+        load_config(Evaluated, ["--help"])
+    shown = capsys.readouterr().out
+    assert "--eval-every N|30min|100M-tokens|2epochs" in shown
+    assert "0 for never. (default: 325)" in " ".join(shown.replace("\u2502", " ").split())

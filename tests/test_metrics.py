@@ -27,6 +27,7 @@ from trainkit.metrics import (
     model_flops_utilization,
     peak_flops,
     read_memory_stats,
+    reduce,
     reduce_metrics,
     to_host,
     tokens_per_second,
@@ -57,16 +58,16 @@ def test_reduce_metrics_on_one_rank_is_the_identity_and_a_new_dict():
 def test_reduce_metrics_makes_one_packed_sum_in_sorted_order(monkeypatch):
     calls = []
 
-    def all_sum(x, axis):
-        calls.append((x.clone(), axis.count))
+    def start_all_reduce(x, axis, *, op):
+        calls.append((x.clone(), axis.count, op))
         other = x.clone()
         other[1:4] = torch.tensor([0.25, -(2.0**52), 3.0])
-        return x + other
+        return lambda: x + other
 
-    monkeypatch.setattr(metrics, "all_sum", all_sum)
+    monkeypatch.setattr(reduce, "start_all_reduce", start_all_reduce)
     out = reduce_metrics(SUMS, Axis("loss", Share(0, 2)))
-    ((packed, count),) = calls
-    assert count == 2
+    ((packed, count, op),) = calls
+    assert (count, op) == (2, "sum")
     assert packed.dtype == torch.float64
     assert packed[2:4].tolist() == [2**53 - 1, 1.5]
     assert not packed[4:].any()
@@ -83,7 +84,12 @@ def test_ranks_send_from_the_axis_s_device_whatever_they_have_and_no_number_is_c
     # The device "meta" stands for an accelerator: nothing on it can be read by the host.
     axis = Axis("loss", Share(0, 2), mesh=SimpleNamespace(device_type="meta"))
     sent = []
-    monkeypatch.setattr(metrics, "all_sum", lambda x, _: sent.append((x.device, x.shape)) or x)
+
+    def start_all_reduce(x, *_, **__):
+        sent.append((x.device, x.shape))
+        return lambda: x
+
+    monkeypatch.setattr(reduce, "start_all_reduce", start_all_reduce)
     here, there = torch.ones(()), torch.ones((), device="meta")
     names = []
     with OperatorMode(lambda operator, _: names.append(str(operator))):
@@ -125,7 +131,7 @@ def test_ranks_with_different_names_are_refused_and_nobody_waits():
 
 
 def test_reduce_metrics_lets_go_of_the_graph_and_takes_any_shape(monkeypatch):
-    monkeypatch.setattr(metrics, "all_sum", lambda x, axis: x * axis.count)
+    monkeypatch.setattr(reduce, "start_all_reduce", lambda x, axis, **_: lambda: x * axis.count)
     attached = torch.tensor(1.0, requires_grad=True) * 2
     for axis in (solo_parallel().loss, Axis("loss", Share(0, 2))):
         assert not reduce_metrics({"loss": attached}, axis)["loss"].requires_grad
@@ -355,6 +361,18 @@ def test_a_step_record_holds_every_bit():
     assert record["lr_hex"] == "0x1.0000000000000p-2"
     assert record["batch_hash"] == "f" * 16
     assert "grad_norm_hex" not in record
+
+
+def test_a_step_record_has_a_perplexity_where_the_loss_is_one_of_tokens():
+    def perplexity_of(metrics):
+        return make_step_record({"tokens": 1} | metrics, begin=0.0).get("perplexity")
+
+    assert perplexity_of({"loss": 2.0}) == math.exp(2)
+    assert perplexity_of({"loss": torch.tensor(1e4)}) == math.exp(20)
+    assert math.isnan(perplexity_of({"loss": math.nan}))
+    for other in ("pairs", "answers", "clipped"):
+        assert perplexity_of({"loss": 2.0, other: 4}) is None
+    assert perplexity_of({"lr": 0.1}) is None
 
 
 @pytest.mark.parametrize("counted", ["tokens", "tokens_processed"])

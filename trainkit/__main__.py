@@ -17,12 +17,16 @@ Training itself is a recipe, python recipes/pretrain.py; these commands stand ar
   python -m trainkit checkpoint ls runs/mine   what a run has saved; also verify, diff, prune,
                                                export and convert
   python -m trainkit export runs/mine model/   a run as a Hugging Face folder
+  python -m trainkit report runs/mine          a page about a run, or several, for a browser
   python -m trainkit certify --world 2         that two ranks compute what one computes
+  python -m trainkit runs                      the runs in runs/: state, step, loss, age, layout
+  python -m trainkit diff runs/one runs/two    from which step on two runs differ, and in what
+  python -m trainkit control runs/mine save    save, stop, evaluate and more, while it trains
 
 Each explains itself, with examples: python -m trainkit COMMAND --help
 
-Exit codes: 0 fine, 64 wrong use, 65 data, 66 a checkpoint, 67 numbers, 70 a bug, 74 the disk, 76
-interrupted.
+Exit codes: 0 fine, 64 wrong use, 65 data, 66 a checkpoint, 67 numbers, 68 a run
+that does not answer, 70 a bug, 74 the disk, 76 interrupted.
 """
 
 from __future__ import annotations
@@ -35,7 +39,20 @@ import orjson
 
 from trainkit.run.config import check_argv
 from trainkit.run.errors import get_exit_code, open_standard_streams
-from trainkit.tools.commands import certify, checkpoint, data, export, pack, plan, prepare, score
+from trainkit.tools.commands import (
+    certify,
+    checkpoint,
+    control,
+    data,
+    diff,
+    export,
+    pack,
+    plan,
+    prepare,
+    report,
+    runs,
+    score,
+)
 from trainkit.tools.commands.text import as_text
 from trainkit.types import ConfigError
 
@@ -47,7 +64,11 @@ COMMANDS = {
     "score": score,
     "checkpoint": checkpoint,
     "export": export,
+    "report": report,
     "certify": certify,
+    "runs": runs,
+    "diff": diff,
+    "control": control,
 }
 
 

@@ -8,7 +8,7 @@ sent as JSON, never as pickles.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 import torch
@@ -77,6 +77,50 @@ def _all_reduce(x: Tensor, axis: Axis, op: Any) -> Tensor:
     out = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, op=op, group=axis.group)
     return out
+
+
+def start_all_reduce(
+    x: Tensor, axis: Axis, *, op: Literal["sum", "max", "min"]
+) -> Callable[[], Tensor]:
+    """Start an all-reduce, and return a function that waits for it and returns the result.
+
+    Meanwhile the device may compute something else, and the host may prepare it. With NCCL the wait
+    is one of the device: later kernels wait, and the host does not.
+
+    Args:
+        x: Any tensor, of the same shape and dtype on every rank. It may be changed afterwards.
+        axis: The axis to reduce over.
+        op: What is reduced.
+
+    Returns:
+        A function that returns a new tensor, equal on all ranks, each time the same one; `x` itself
+        when the axis has size 1.
+
+    Effects:
+        Communicates: one all-reduce on `axis`.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> wait = start_all_reduce(torch.tensor(3), solo_parallel().loss, op="max")
+        >>> wait()
+        tensor(3)
+    """
+    if axis.count == 1:
+        return lambda: x
+    ops: dict[str, Any] = {
+        "sum": dist.ReduceOp.SUM,
+        "max": dist.ReduceOp.MAX,
+        "min": dist.ReduceOp.MIN,
+    }
+    out = x.detach().clone(memory_format=torch.contiguous_format)
+    work = dist.all_reduce(out, op=ops[op], group=axis.group, async_op=True)
+
+    def wait() -> Tensor:
+        if work is not None:  # None on a rank outside the group
+            work.wait()
+        return out
+
+    return wait
 
 
 def broadcast(x: Tensor, axis: Axis, *, source: int = 0) -> Tensor:

@@ -317,11 +317,11 @@ def open_regular(path: Path) -> BufferedReader:
         OSError: [Errno 22] is no regular file: '/dev/null'
     """
     # Without O_NONBLOCK a pipe that nobody writes to cannot even be opened.
-    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # noqa: PTH123, SIM115
-    kind = os.fstat(file.fileno()).st_mode
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    kind = os.fstat(handle).st_mode
     if stat.S_ISREG(kind):
-        return file
-    file.close()
+        return open(handle, "rb")  # noqa: PTH123
+    os.close(handle)
     if stat.S_ISDIR(kind):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     raise OSError(errno.EINVAL, "is no regular file", str(path))

@@ -1,4 +1,4 @@
-"""Learning rates as pure functions of the step; `is_due` decides when to log, save or evaluate.
+"""Learning rates as pure functions of the step; intervals decide when to log, save or evaluate.
 
 All schedules but `piecewise` have the same phases. Step s, counted from 0, is the step about to be
 taken. Warm-up is linear, lr * (s + 1) / warmup: the first step is not at rate zero, and step
@@ -11,19 +11,26 @@ step is not at rate zero either. After `total` the last value holds.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
-from trainkit.types import ConfigError, Schedule, check_range
+import attrs
+
+from trainkit.types import ConfigError, Schedule, Validator, check_range
 
 __all__ = [
+    "Counters",
+    "Interval",
     "constant",
     "cosine",
     "infinite",
     "inverse_sqrt",
     "is_due",
+    "is_interval_due",
     "linear",
+    "parse_interval",
     "piecewise",
     "power",
     "rex",
@@ -457,6 +464,168 @@ def is_due(step: int, every: int, *, last: int | None = None, powers_of_two: boo
     # A power of two has a single bit.
     is_power = powers_of_two and step > 0 and step.bit_count() == 1
     return is_power or (every > 0 and (step % every == 0 or step == last))
+
+
+# ---------------------------------------------------------------------------------------- intervals
+
+Unit = Literal["steps", "tokens", "seconds", "epochs"]
+"""What an interval is counted in."""
+
+_SCALES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
+_UNITS: dict[str, tuple[Unit, int]] = {
+    "step": ("steps", 1),
+    "token": ("tokens", 1),
+    "epoch": ("epochs", 1),
+    "s": ("seconds", 1),
+    "sec": ("seconds", 1),
+    "second": ("seconds", 1),
+    "min": ("seconds", 60),
+    "minute": ("seconds", 60),
+    "h": ("seconds", 3600),
+    "hour": ("seconds", 3600),
+    "d": ("seconds", 86400),
+    "day": ("seconds", 86400),
+}
+_INTERVAL = re.compile(rf"([0-9]+(?:\.[0-9]+)?)([kMGBT]?)[-_ ]?({'|'.join(_UNITS)})s?")
+
+
+@attrs.frozen(repr=False)
+class Interval:
+    """How often something is done: every `value` steps, tokens, seconds or epochs; 0 is never.
+
+    Examples:
+        >>> Interval(200), Interval(1800, "seconds"), Interval(100_000_000, "tokens")
+        (200, 30min, 100M-tokens)
+        >>> bool(Interval(0)), parse_interval("30min") == Interval(1800, "seconds")
+        (False, True)
+    """
+
+    value: float
+    unit: Unit = "steps"
+
+    def __bool__(self) -> bool:
+        return self.value > 0
+
+    def __str__(self) -> str:
+        if self.unit == "steps":
+            return f"{self.value:g}" if self.value < 10**6 else str(int(self.value))
+        if self.unit == "epochs":
+            return f"{self.value!r}epoch{'s' * (self.value != 1)}"
+        if self.unit == "seconds":
+            size, name = next(
+                (
+                    (n, x)
+                    for n, x in ((86400, "d"), (3600, "h"), (60, "min"))
+                    if self.value and self.value % n == 0
+                ),
+                (1, "s"),
+            )
+            value = self.value / size
+            return f"{int(value) if value == int(value) else value!r}{name}"
+        letter = next((x for x in "TBMk" if self.value and self.value % _SCALES[x] == 0), "")
+        return f"{int(self.value) // _SCALES[letter]}{letter}-tokens"
+
+    __repr__ = __str__
+
+
+@attrs.frozen(kw_only=True)
+class Counters:
+    """How far a run has come, by each unit of an interval; `epochs` may be a fraction."""
+
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    epochs: float = 0.0
+
+
+def parse_interval(text: str | int | Interval) -> Interval:
+    """Return the interval of a text; a whole number without a unit is a number of steps.
+
+    Numbers may have a letter (k, M, G or B, T). Units are s, min, h, d, tokens, steps and epochs.
+
+    Raises:
+        ConfigError: It is none, steps or tokens are not whole, or it is too large.
+
+    Examples:
+        >>> [parse_interval(x) for x in (200, "2k-steps", "90 minutes", "1.5B-tokens", "0.5epochs")]
+        [200, 2000, 90min, 1500M-tokens, 0.5epochs]
+        >>> parse_interval("30m")
+        Traceback (most recent call last):
+        ...
+        trainkit.types.ConfigError: '30m' is no interval: 30min, or 30M-tokens for millions
+    """
+    if isinstance(text, Interval):
+        return text
+    match = _INTERVAL.fullmatch(str(text)) or re.fullmatch(r"(-?[0-9]+)()()", str(text))
+    if match is None or isinstance(text, bool):
+        minutes = re.fullmatch(r"([0-9]+)m", str(text))
+        raise ConfigError(
+            f"{str(text)[:100]!r} is no interval",
+            got=text,
+            hint=f"{minutes[1]}min, or {minutes[1]}M-tokens for millions"
+            if minutes
+            else "write 200, 30min, 100M-tokens or 2epochs",
+        )
+    unit, size = _UNITS[match[3] or "step"]
+    number_of_units = float(match[1]) if "." in match[1] else int(match[1])
+    value = number_of_units * _SCALES[match[2]] * size
+    if unit in ("steps", "tokens") and value != int(value):
+        raise ConfigError(f"{text!r} is no whole number of {unit}", got=text)
+    if value >= 1 << 63:
+        raise ConfigError(f"{text!r} must be below 2^63", got=text)
+    return Interval(int(value) if value == int(value) else value, unit)
+
+
+def check_interval(*, never: bool) -> Validator:
+    """Return an attrs validator: an interval is above 0, or, if it may be `never`, 0.
+
+    Examples:
+        >>> @attrs.frozen
+        ... class Config:
+        ...     every: Interval = attrs.field(validator=check_interval(never=False))
+        >>> Config(Interval(0))
+        Traceback (most recent call last):
+        ...
+        trainkit.types.ConfigError: every must be above 0, got 0
+    """
+
+    def validate(_: Any, attribute: attrs.Attribute[Any], value: Interval) -> None:
+        if value.value < 0 or not (value or never):
+            least = "at least 0" if never else "above 0"
+            raise ConfigError(
+                f"{attribute.name} must be {least}, got {value}",
+                where=attribute.name,
+                got=str(value),
+                want=least,
+            )
+
+    return validate
+
+
+def is_interval_due(interval: Interval, before: Counters, after: Counters) -> bool:
+    """Return whether a multiple of an interval lies between two moments of a run.
+
+    It depends on the counters alone, not on the process: a run that was resumed does the same at
+    the same steps. However many multiples a step passes, it is due once.
+
+    Args:
+        interval: The interval; 0 is never due.
+        before: The counters when it was last considered.
+        after: The counters now.
+
+    Examples:
+        >>> every = parse_interval("1k-tokens")
+        >>> [is_interval_due(every, Counters(tokens=n), Counters(tokens=n + 400)) for n in (0, 800)]
+        [False, True]
+    """
+    if not interval:
+        return False
+
+    def count(counters: Counters) -> int:
+        # Fractions of epochs are rounded: 0.3 / 0.1 is just below 3.
+        return math.floor(getattr(counters, interval.unit) / interval.value + 1e-9)
+
+    return count(after) > count(before)
 
 
 # ------------------------------------------------------------------------------------------- shapes

@@ -18,6 +18,8 @@ from trainkit.batch import count_valid_tokens, make_padding_batch, to_device
 from trainkit.batch.denominators import check_terms, divide_terms, make_divisors
 from trainkit.collectives import all_gather_objects, all_max, all_sum, get_comm_device
 from trainkit.losses import average_terms
+from trainkit.metrics.merge import merge_over_ranks
+from trainkit.metrics.records import Metric, State
 from trainkit.models.call import call_model
 from trainkit.parallel.grad_reduction import (
     Reduce,
@@ -210,6 +212,7 @@ def evaluate(
     batches: Iterable[Mapping[str, Any]],
     loss: Loss,
     *,
+    metric: Metric | None = None,
     axis: Axis = SOLO,
     call: Call | None = None,
 ) -> dict[str, Tensor]:
@@ -225,16 +228,19 @@ def evaluate(
         stages_or_model: This rank's stages, or any module.
         batches: This rank's batches of the held-out data; all ranks of a pipeline read the same.
         loss: The loss; see `losses.average_terms` for the denominators of its terms.
+        metric: A further metric, whose `update(state, output, batch)` gets what the loss gets
+            (`metrics.adapt_metric`), and which has names (`metrics.compose_metrics`).
         axis: For a plain module, the ranks that have distinct tokens. A `Stages` has its own axes.
         call: Calls the model with a batch; by default the call of the stages, or `call_model`.
 
     Returns:
-        The divided terms, summed and divided in fp64, and "tokens", the number of valid tokens
-        (int64); equal on all ranks of the axes that were summed over. A sharded module without its
-        `axis` gets the average of this rank's batches, and ranks then need equally many.
+        The divided terms, summed and divided in fp64, "tokens", the number of valid tokens (int64),
+        and the values of the metric; equal on all ranks of the axes that were summed over. A
+        sharded module without its `axis` gets the average of this rank's batches, and ranks then
+        need equally many.
 
     Raises:
-        ValueError: There is no batch on any rank.
+        ValueError: There is no batch on any rank; or the metric has no names, or one of a term.
 
     Effects:
         Communicates on `axis`, or on the axes of the stages, with one host sync per batch. The
@@ -254,6 +260,8 @@ def evaluate(
     sums: dict[str, Tensor] = {}
     device = compute_device(stages[0])
     count = torch.zeros((), dtype=torch.int64, device=device)
+    state: State = {} if metric is None else _init_metric(metric, loss, device)
+    has_output = pp.count == 1 or get_stage_places(stages, pp)[-1].last
     source = iter(batches)
     last: Mapping[str, Any] | None = None
     with use_eval_mode(stages):
@@ -261,7 +269,7 @@ def evaluate(
             if last is None:
                 last = _get_first_batch(batch, stages[0], axis)
             if batch is None:  # another rank has one
-                terms = _compute_terms(stages, last, loss)
+                terms = _compute_terms(stages, last, loss)[1]
                 # Computed for its collectives alone: its terms count as zeros.
                 _add_long(sums, {name: torch.zeros_like(term) for name, term in terms.items()})
                 continue
@@ -269,7 +277,10 @@ def evaluate(
             if axis.count == pp.count == 1:  # otherwise a rank may have no batch to check
                 refuse_leaks("evaluate", stages[0], [batch], stages.call)
             count = count + count_valid_tokens([batch])
-            _add_long(sums, _compute_terms(stages, batch, loss))
+            output, terms = _compute_terms(stages, batch, loss)
+            _add_long(sums, terms)
+            if metric is not None and has_output:
+                state = metric.update(state, output, batch)
     # So far only the rank of the last stage has sums; the all-reduce needs them on every rank.
     if pp.count > 1:
         sums = _broadcast_sums(sums, loss, stages=stages, device=device)
@@ -278,16 +289,43 @@ def evaluate(
     # Sorted: every rank must all-reduce the terms in the same order.
     sums = {name: all_sum(sums[name], axis) for name in sorted(sums)}
     tokens = all_sum(count, axis)
-    return average_terms(sums, tokens) | {"tokens": tokens}
+    averages = average_terms(sums, tokens) | {"tokens": tokens}
+    if metric is None:
+        return averages
+    # Ranks of other stages have seen nothing, and add nothing.
+    state = dict(merge_over_ranks(metric, state, pp).tensors)
+    values = metric.compute(merge_over_ranks(metric, state, axis))
+    assert isinstance(values, dict), "_init_metric checks it"
+    return averages | values
 
 
-def _compute_terms(stages: Stages, batch: Mapping[str, Any], loss: Loss) -> dict[str, Tensor]:
-    """Return the terms of the loss on the rank of the last stage, {} on others."""
+def _init_metric(metric: Metric, loss: Loss, device: torch.device) -> State:
+    """Return the empty state; raise unless all values have names, which differ from the loss's."""
+    state = metric.init(device)
+    values = metric.compute(state)
+    if not isinstance(values, dict):
+        raise ValueError(  # noqa: TRY004 (as for all bad arguments)
+            "evaluate: the values of the metric need names: compose_metrics({name: metric})"
+        )
+    if repeated := sorted({"tokens", *getattr(loss, "terms", ())} & values.keys()):
+        raise ValueError(
+            f"evaluate: the loss and the metric both report {repeated}; rename the metric's in "
+            "compose_metrics"
+        )
+    return state
+
+
+def _compute_terms(
+    stages: Stages, batch: Mapping[str, Any], loss: Loss
+) -> tuple[Any, dict[str, Tensor]]:
+    """Return the output and the terms on the rank of the last stage, (None, {}) on others."""
     if stages.pp.count == 1:
-        return check_terms(loss(stages.call(stages[0], batch), batch), by="evaluate")[1]
-    output = forward_stages(stages, batch)
-    is_last = get_stage_places(stages, stages.pp)[-1].last
-    return check_terms(loss(output, batch), by="evaluate")[1] if is_last else {}
+        output = stages.call(stages[0], batch)
+    else:
+        output = forward_stages(stages, batch)
+        if not get_stage_places(stages, stages.pp)[-1].last:
+            return None, {}
+    return output, check_terms(loss(output, batch), by="evaluate")[1]
 
 
 def _broadcast_sums(

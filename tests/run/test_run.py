@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
@@ -461,5 +462,11 @@ def test_a_sink_of_one_s_own_gets_metrics_and_evaluations(tmp_path):
             metrics = {"loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "tokens": 1}
             state = loop.record(state, metrics, StepBatch([], Cursor(1)))
             loop.evaluate(state, lambda: {"loss": 2.0, "tokens": 1})
-    assert (0, 1, "eval/loss") in received
-    assert any({"train/loss", "train/lr"} < {*names} for _, _, *names in received)
+            loop.evaluate(state, lambda: {"loss": 2.0, "pairs": 1})
+    assert (0, 1, "eval/loss", "eval/perplexity") in received
+    assert (0, 1, "eval/loss", "eval/pairs") in received  # no loss per token
+    assert [event.get("eval/perplexity") for event in events(tmp_path, "evaluation")] == [
+        math.exp(2),
+        None,
+    ]
+    assert any({"train/loss", "train/perplexity"} < {*names} for _, _, *names in received)

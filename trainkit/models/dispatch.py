@@ -171,8 +171,8 @@ def ep_dispatch_keys(keys: Tensor, route: Route, axis: Axis = SOLO) -> Tensor:
     if not isinstance(route, Route):
         raise TypeError(
             f"ep_dispatch_keys: the route is a {type(route).__name__}, of another dispatch than "
-            "ep_dispatch; give expert_parallel() its own dispatch_keys=, or set the dropout of experts' "
-            "adapters to 0"
+            "ep_dispatch; give expert_parallel() its own dispatch_keys=, or set the dropout of "
+            "experts' adapters to 0"
         )
     sorted_keys = keys.flatten().index_select(0, route.order)
     if route.arrived is None:

@@ -2,6 +2,8 @@
 from . import config as config
 from . import plots as plots
 from . import sinks as sinks
+from .compare_runs import compare_runs as compare_runs
+from .control import control_run as control_run
 from .directory import make_run_dir as make_run_dir
 from .errors import EXIT_SAVED as EXIT_SAVED
 from .errors import report_errors as report_errors
@@ -14,8 +16,10 @@ from .open_run import Run as Run
 from .open_run import open_run as open_run
 from .reproducible import set_numerics as set_numerics
 from .reproducible import use_deterministic as use_deterministic
+from .signals import open_step_vote as open_step_vote
 from .signals import open_stop_vote as open_stop_vote
 from .signals import trap_signals as trap_signals
 from .startup import check_ranks_agree as check_ranks_agree
+from .status import read_run_status as read_run_status
 from .timeouts import Timeouts as Timeouts
 from .watchdog import watch_ranks as watch_ranks

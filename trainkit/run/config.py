@@ -27,6 +27,7 @@ from trainkit.files import read_limited
 from trainkit.health import Policy
 from trainkit.run.sinks.named import LoggingOptions
 from trainkit.run.timeouts import Timeouts
+from trainkit.schedules import Interval, check_interval, parse_interval
 from trainkit.types import (
     BatchShape,
     ConfigError,
@@ -53,6 +54,7 @@ __all__ = [
     "RunConfig",
     "config_to_dict",
     "fraction",
+    "interval",
     "load_config",
     "make_config_facts",
     "make_resume_rules",
@@ -104,6 +106,30 @@ def option(
         'config.recompute'
     """
     return attrs.field(default=default, validator=validator, metadata={"on_resume": on_resume})
+
+
+def interval(default: int | str, *, on_resume: OnResume = "refuse") -> Any:
+    """Return a field of a configuration that is an `Interval`; 0 is never.
+
+    Its flag takes a number of steps, or a text such as 30min, 100M-tokens or 2epochs.
+
+    Args:
+        default: The default, a number of steps or such a text.
+        on_resume: Whether a run may be resumed with another value; see `make_resume_rules`.
+
+    Examples:
+        >>> @attrs.frozen(kw_only=True)
+        ... class Config(RunConfig):
+        ...     eval_every: Interval = interval(100, on_resume="allow")
+        >>> Config(eval_every="30min").eval_every
+        30min
+    """
+    return attrs.field(
+        default=parse_interval(default),
+        converter=parse_interval,
+        validator=check_interval(never=True),
+        metadata={"on_resume": on_resume},
+    )
 
 
 def _make_options_check(options: OptimizerOptions) -> Callable[..., object]:
@@ -301,6 +327,11 @@ class _Field:
         return getattr(self.get_record(config), self.path[-1])
 
 
+def _is_record(type_: Any) -> bool:
+    """Return whether a field's type has fields that are flags; an interval is one value."""
+    return attrs.has(type_) and type_ is not Interval
+
+
 @functools.cache
 def _list_fields(config_type: type[Any]) -> Mapping[str, _Field]:
     """Return all fields by name, including those of records inside."""
@@ -310,7 +341,7 @@ def _list_fields(config_type: type[Any]) -> Mapping[str, _Field]:
         if not a.init:
             continue
         on_resume = a.metadata.get("on_resume", "refuse")
-        if attrs.has(types[a.name]):
+        if _is_record(types[a.name]):
             new = {
                 name: attrs.evolve(
                     inner,
@@ -395,6 +426,7 @@ def load_config(config_type: type[T], argv: Sequence[str] | None = None) -> T:
                 args=argv,
                 default=default,
                 config=(tyro.conf.OmitArgPrefixes,),  # --lr, not --optim.lr
+                registry=_make_registry(),
             )
         except SystemExit as end:
             if not end.code:
@@ -466,6 +498,8 @@ def make_config_facts(config: Any) -> dict[str, Any]:
 def _to_plain(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_to_plain(item) for item in value]
+    if isinstance(value, Interval):
+        return value.value if value.unit == "steps" else str(value)
     return str(value) if isinstance(value, Path) else value
 
 
@@ -525,6 +559,32 @@ def _check_flags(config_type: type[Any], argv: Sequence[str]) -> None:
     _raise_all(problems, "command line")
 
 
+def _make_registry() -> Any:
+    """Return the rules of tyro for types of our own: an interval is one word."""
+    from tyro import constructors  # noqa: PLC0415 -- an extra
+
+    registry = constructors.ConstructorRegistry()
+
+    def read(words: list[str]) -> Interval:
+        return parse_interval(words[0])
+
+    @registry.primitive_rule
+    def _(
+        info: constructors.PrimitiveTypeInfo,
+    ) -> constructors.PrimitiveConstructorSpec[Any] | None:
+        if info.type is not Interval:
+            return None
+        return constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="N|30min|100M-tokens|2epochs",
+            instance_from_str=read,
+            is_instance=lambda value: isinstance(value, Interval),
+            str_from_instance=lambda value: [str(value)],
+        )
+
+    return registry
+
+
 def _list_parts(flag: str, fields: Mapping[str, _Field]) -> str:
     """List the flags of a record and their choices, if `flag` is the name of a record."""
     parts = []
@@ -570,7 +630,7 @@ def _read_file(config_type: type[T], path: str | Path, absent: Any) -> T:
     arguments: dict[str, Any] = {}
     with attrs.validators.disabled():
         for a in attrs.fields(config_type):
-            if a.init and attrs.has(hints[a.name]):  # a record inside, whose fields are flags too
+            if a.init and _is_record(hints[a.name]):  # a record inside, whose fields are flags too
                 names = values.keys() & _list_fields(hints[a.name])
                 # What the file leaves out keeps the default of the record.
                 inner = {name: values[name] for name in names}
@@ -613,6 +673,8 @@ def _convert_values(
             try:
                 is_fraction = name == "recompute" and isinstance(value, float)  # 0.4, not "0.4"
                 values[name] = convert(str(value) if is_fraction else value, types[name])
+            except ConfigError as error:
+                problems.append(f"{name}: {error}")
             except Exception:  # noqa: BLE001 -- cattrs raises groups and bare Exceptions
                 wanted = types[name]
                 is_class = isinstance(wanted, type) and get_origin(wanted) is None
@@ -640,6 +702,8 @@ def _make_converter() -> Callable[[Any, Any], Any]:
     for wanted, accepted in ((int, (int,)), (float, (int, float)), (str, (str,)), (bool, (bool,))):
         converter.register_structure_hook(wanted, scalar(*accepted))
     converter.register_structure_hook(Path, scalar(str))
+
+    converter.register_structure_hook(Interval, lambda value, _: parse_interval(value))
 
     def convert(value: Any, wanted: Any) -> Any:
         if get_origin(wanted) is tuple and not isinstance(value, list):

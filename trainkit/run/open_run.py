@@ -32,11 +32,13 @@ from trainkit.mesh import parallel_session
 from trainkit.mesh.launch import describe_launch
 from trainkit.metrics import (
     decoder_flops,
+    loss_to_perplexity,
     make_step_records,
     model_flops_utilization,
     peak_flops,
     recomputed_flops,
 )
+from trainkit.metrics.steps import is_loss_per_token
 from trainkit.models.config import DecoderConfig
 from trainkit.optim.combine import use_averaged_parameters
 from trainkit.parallel.describe_run import describe_run
@@ -44,11 +46,13 @@ from trainkit.parallel.parameters import modules_of
 from trainkit.parallel.recompute import get_recompute_mode
 from trainkit.phases import PhaseTimes, as_phase, measure_phase, record_phases
 from trainkit.run.config import config_to_dict, make_config_facts, make_resume_rules
+from trainkit.run.control import Mailbox
 from trainkit.run.device_health import describe_signs, watch_device
 from trainkit.run.directory import make_run_dir
 from trainkit.run.errors import EXIT_SAVED, report_errors
 from trainkit.run.find_nan import find_first_nan
 from trainkit.run.garbage import Collect, collect_manually
+from trainkit.run.intervals import IntervalClock
 from trainkit.run.inventory import RankReadings, gather_inventory, measure_startup
 from trainkit.run.layers import LayerStatistics, watch_layers
 from trainkit.run.lock import lock_run
@@ -57,7 +61,8 @@ from trainkit.run.plots.load import plot_expert_load
 from trainkit.run.plots.loss import plot_loss
 from trainkit.run.profiling import ProfileSummary, profile
 from trainkit.run.reproducible import set_numerics
-from trainkit.run.signals import StopReason, open_stop_vote, trap_signals
+from trainkit.run.signals import Vote, open_step_vote, trap_signals
+from trainkit.run.sinks.console import escape_control_characters
 from trainkit.run.sinks.jsonl import (
     WriteEvent,
     compare_evaluations,
@@ -68,13 +73,15 @@ from trainkit.run.sinks.jsonl import (
 from trainkit.run.sinks.named import LoggingOptions, ProfileSteps, named_sinks
 from trainkit.run.sinks.open_run_sinks import open_run_sinks, summarize_run
 from trainkit.run.startup import check_ranks_agree, make_code_facts
+from trainkit.run.steering import Handler, Steering, open_steering
 from trainkit.run.timeouts import Timeouts
 from trainkit.run.watchdog import Announce, is_echo, watch_ranks
-from trainkit.schedules import is_due
+from trainkit.schedules import Interval, is_due, parse_interval
 from trainkit.text.chat import template_hash
 from trainkit.text.tokenizers import tokenizer_hash
 from trainkit.types import (
     Bins,
+    ConfigError,
     ForwardBackward,
     Layout,
     Numerics,
@@ -83,6 +90,7 @@ from trainkit.types import (
     ParallelState,
     PeerError,
     Precision,
+    PreemptedError,
     Sink,
     Stages,
     StepBatch,
@@ -138,7 +146,7 @@ def open_run(
     - `lock_run` raises if another job trains in the directory, or if not all ranks share it.
     - `report_errors` again, since tracebacks now have a directory.
     - `watch_ranks` ends all ranks when one is lost or hangs.
-    - `open_stop_vote` lets all ranks stop after the same step.
+    - `open_step_vote` lets all ranks stop, or carry out a request, after the same step.
     - `check_ranks_agree` compares the configuration and the code of the ranks.
 
     A script that needs fewer of them opens those, down to `parallel_session` alone.
@@ -174,6 +182,7 @@ def open_run(
     folder = Path(run_dir)
     # The saves count what they have written here, and the watch reads it.
     progress = SaveProgress()
+    mailbox = Mailbox(folder)
     notices: deque[str] = deque()
 
     def warn(message: str) -> None:
@@ -211,13 +220,14 @@ def open_run(
                 count_written=lambda: progress.parts,
                 log=warn,
             ) as phase,
-            open_stop_vote(stop_reason, ps.world) as stopping,
+            open_step_vote(stop_reason, ps.world, take_requests=mailbox.take) as vote,
         ):
             run = Run(
                 dir=folder,
                 ps=ps,
                 phase=phase,
-                stopping=stopping,
+                vote=vote,
+                mailbox=mailbox,
                 timeouts=timeouts,
                 config=config,
                 progress=progress,
@@ -256,8 +266,11 @@ class Run:
     phase: Announce
     """`phase(name, allow=seconds)`: what comes next, and how long it may take (`watch_ranks`)."""
 
-    stopping: StopReason
-    """Why the run has to stop, or None; all ranks get it after the same step (`open_stop_vote`)."""
+    vote: Callable[[], Vote]
+    """What all ranks do after the same step (`open_step_vote`); `loop` calls it once a step."""
+
+    mailbox: Mailbox
+    """Where requests to the run arrive (`control.control_run`), while a loop is open."""
 
     timeouts: Timeouts
     """How long ranks may wait."""
@@ -299,6 +312,17 @@ class Run:
 
     startup: Mapping[str, float] = attrs.field(factory=dict)
     """Seconds of the phases of the start that are over when `open_run` yields."""
+
+    stop_code: int = EXIT_SAVED
+    """The exit code of a run that is stopped."""
+
+    def stopping(self) -> str | None:
+        """Return why the run has to stop, or None, equal on all ranks; in a loop of your own.
+
+        Effects:
+            Communicates (`open_step_vote`): every rank must call it once per step.
+        """
+        return self.vote().stop
 
     def log(self, message: str) -> None:
         """Print a message on the first rank."""
@@ -441,6 +465,7 @@ class Run:
         logging: LoggingOptions | None = None,
         extra_sinks: Mapping[str, OpenSink] | None = None,
         policy: health.Policy | None = None,
+        batches_per_epoch: float | None = None,
     ) -> AbstractContextManager[Loop]:
         """Open what runs around the steps: `with run.loop(...) as loop`.
 
@@ -459,6 +484,10 @@ class Run:
             logging: How often metrics are read, and where they go.
             extra_sinks: Sinks of your own by name, each opened with `step=`; see `open_run_sinks`.
             policy: What to do about bad numbers.
+            batches_per_epoch: The length of an epoch, for intervals such as 2epochs.
+
+        Raises:
+            ConfigError: Checkpoints are saved by epochs, and there is no `batches_per_epoch`.
 
         Effects:
             Writes to the run directory. The guard may restore parameters and optimizer state.
@@ -479,12 +508,21 @@ class Run:
             self.log(
                 f"the run in {self.dir} is complete at step {state.step}; --steps takes it further"
             )
+        intervals = IntervalClock(
+            run_dir=self.dir,
+            world=self.ps.world,
+            batches_per_epoch=batches_per_epoch,
+            state=state,
+        )
+        checkpoints = checkpoints or checkpoint.CheckpointOptions()
+        intervals.check(checkpoints.save_every)
         return Loop(
             run=self,
             stages=modules_of(stages),
             optimizer=optimizer,
             steps=steps,
-            checkpoints=checkpoints or checkpoint.CheckpointOptions(),
+            checkpoints=checkpoints,
+            intervals=intervals,
             log_every=logging.log_every or default_interval,
             policy=policy or health.Policy(),
             peak_flops=peak,
@@ -511,10 +549,12 @@ class Run:
         *,
         stop: str | None = None,
     ) -> int:
-        """Finish a run, and return the exit code: 0, or `EXIT_SAVED` if there is a reason to stop.
+        """Finish a run, and return the exit code: 0, or another if there is a reason to stop.
 
-        Without a reason it writes final.json (`write_final`), plots the loss, and the
-        load of experts if there are any, and logs how the time was spent. With one it does nothing:
+        That is `EXIT_SAVED`, or 76 if a request has aborted the run.
+
+        Without a reason it writes final.json (`write_final`), plots the loss, and the load of
+        experts if there are any, and logs how the time was spent. With one it does nothing:
         the same command resumes the run.
 
         Args:
@@ -527,7 +567,7 @@ class Run:
             Writes to the run directory; communicates on all axes.
         """
         if stop:
-            return EXIT_SAVED
+            return self.stop_code
         self.phase("the end", allow=self.timeouts.start_timeout)
         # All ranks take part in this; the files below are those of the first.
         write_final(
@@ -553,6 +593,7 @@ class Loop:
     _optimizer: torch.optim.Optimizer
     _steps: int
     _checkpoints: checkpoint.CheckpointOptions
+    _intervals: IntervalClock
     _log_every: int
     _policy: health.Policy
     _peak_flops: float | None  # FLOP/s of one device, None if unknown
@@ -571,6 +612,9 @@ class Loop:
     _save: Save = attrs.field(init=False)
     _guard: Guard = attrs.field(init=False)
     _collect: Collect = attrs.field(init=False)
+    _steering: Steering = attrs.field(init=False)
+    # Further requests that a run can carry out, by name; see `on_request`.
+    _handlers: dict[str, Handler] = attrs.field(factory=dict)
     _read_signs: Callable[[], int] = attrs.field(init=False)
     _profiling: contextlib.ExitStack | None = None  # open while steps are profiled
     _step_start: float = attrs.field(factory=time.perf_counter)
@@ -615,12 +659,22 @@ class Loop:
                 extra=sinks,
                 logger=run.logger,
             ) as (self._write_metrics, self._write_event),
+            open_steering(
+                run.mailbox,
+                write_event=self._write_event,
+                log=run.log,
+                ranks=run.ps.world.count,
+                is_first=run.ps.world.index == 0,
+                handlers=self._handlers,
+            ) as self._steering,
             self._open_saver(replay) as (self._save, self._guard),
             collect_manually() as self._collect,
             watch_device(run.ps.device) as self._read_signs,
             self._watch_layers() if self._layers_every else contextlib.nullcontext(),
             find_first_nan() if self._anomaly else contextlib.nullcontext(),
         ):
+            self.on_request("log-every", self._set_log_every)
+            self.on_request("profile", self._set_profile)
             self._write_event(
                 "resume",
                 step=self._first_step,
@@ -648,9 +702,11 @@ class Loop:
         if self._divergence:
             raise self._make_divergence_error(self._last_step)
         if self._stop_reason:
+            is_abort = self._steering.is_abort
             run.log(
-                f"stopped after step {self._last_step} ({self._stop_reason}); the same command "
-                "resumes from there"
+                f"stopped after step {self._last_step} ({self._stop_reason})"
+                f"{', without a save' if is_abort else ''}; the same command resumes from "
+                f"{'the last checkpoint' if is_abort else 'there'}"
             )
             run.log(summarize_run(run.dir))
 
@@ -704,7 +760,7 @@ class Loop:
             run.ps,
             policy=self._policy,
             replay=replay,
-            event=self._write_event,
+            event=self._write_saver_event,
             facts=run.facts,
             config=run.config,
             retention=self._checkpoints.retention,
@@ -718,6 +774,46 @@ class Loop:
             progress=run.progress,
             components=run.components,
         )
+
+    def _write_saver_event(self, name: str, **facts: Any) -> None:
+        self._write_event(name, **facts)
+        if name == "save":
+            self._steering.note_saved(facts["step"], path=facts["path"], error=facts["error"])
+
+    def on_request(self, name: str, handler: Handler) -> None:
+        """Let `handler(argument, step)` carry out a request of `python -m trainkit control`.
+
+        Args:
+            name: The request, one of `control.REQUESTS`.
+            handler: Called on all ranks after the same step, with the number that was given, or
+                None; it returns what it has done in words, or refuses by a ConfigError.
+
+        Examples:
+            >>> def set_up(loop, profiler):
+            ...     loop.on_request("profile", lambda steps, step: profiler(step, steps))
+        """
+        self._handlers[name] = handler
+
+    def _set_log_every(self, steps: int | None, step: int) -> str:
+        assert steps is not None  # `check_request` has seen to it
+        self._log_every = steps
+        return f"from step {step + 1} on the metrics of {steps} steps are read at once"
+
+    def _set_profile(self, steps: int | None, step: int) -> str:
+        assert steps is not None  # likewise
+        is_profiling = self._profiling is not None
+        if self._profile is not None and (is_profiling or self._profile.first > step):
+            raise ConfigError(
+                f"steps {self._profile.first} to {self._profile.last} are profiled first"
+            )
+        self._profile = ProfileSteps(step + 1, step + steps)
+        return (
+            f"steps {step + 1} to {step + steps} are profiled; traces will be in "
+            f"{self._get_profile_dir(self._profile)}"
+        )
+
+    def _get_profile_dir(self, steps: ProfileSteps) -> Path:
+        return self._run.dir / "profiles" / f"step_{steps.first:08d}"
 
     @as_phase("log")
     def record(
@@ -741,6 +837,7 @@ class Loop:
             batch: The batch of this rank, for the guard.
         """
         self._batch = batch
+        self._intervals.note_batch(batch.microbatches, self._run.ps.loss.count)
         is_first = not self._has_recorded
         if not (is_first or is_due(state.step, self._log_every) or self._is_save_due(state)):
             # Copies, since the step may write into its tensors again before they are read.
@@ -779,9 +876,9 @@ class Loop:
         """Evaluate, record the results, and return the state to continue with.
 
         It announces an evaluation to the watch, runs it (on averaged parameters where there are
-        some, `optim.use_averaged_parameters`), sends the results to every sink as eval/NAME, and
-        ends a run that has diverged (`stop_if_diverged`). The `score`, or else the loss, becomes
-        the score of this step's checkpoint.
+        some, `optim.use_averaged_parameters`), sends the results and the perplexity to every sink
+        as eval/NAME, and ends a run that has diverged (`stop_if_diverged`). The `score`, or else
+        the loss, becomes the score of this step's checkpoint.
 
         Args:
             state: The counters of the last step.
@@ -795,6 +892,7 @@ class Loop:
         with measure_phase("evaluate"), use_averaged_parameters(self._optimizer):
             results = evaluator()
         state = health.stop_if_diverged(state, results["loss"])
+        self._steering.note_evaluation(results["loss"])
         score = results.get("score", results["loss"])
         if state.step > 0:  # the initial weights are no checkpoint of the run
             is_best, memory = health.is_among_best(
@@ -803,6 +901,8 @@ class Loop:
             state = attrs.evolve(state, health=memory)
             self._best_step = state.step if is_best else None
         self._set_current(state)
+        if is_loss_per_token(results):
+            results = {**results, "perplexity": loss_to_perplexity(results["loss"])}
         self._write_event("evaluation", step=state.step, **results)
         unit = next((x for x in ("pair", "answer") if f"{x}s" in results), "token")
         nats = "nats " if unit == "token" else ""
@@ -815,11 +915,12 @@ class Loop:
         return state
 
     def checkpoint(self, state: TrainState) -> str | None:
-        """Save if it is time, and return why the run has to stop, or None.
+        """Save if it is time, carry out requests, and return why the run has to stop, or None.
 
-        The ranks vote on whether to stop (`open_stop_vote`). A save is due every
-        `CheckpointOptions.save_every` steps, when the run stops, and when the step's evaluation is
-        among the `keep_best` best (`open_saver`). Then garbage is collected (`collect_manually`).
+        The ranks vote on whether to stop (`open_step_vote`). A save is due every
+        `CheckpointOptions.save_every` steps, when the run stops, when the step's evaluation is
+        among the `keep_best` best (`open_saver`), and when somebody requests it
+        (`control.control_run`). Then garbage is collected (`collect_manually`).
 
         Raises:
             NumericsError: The training loss has diverged, with `Policy.on_divergence`: here, or
@@ -827,21 +928,28 @@ class Loop:
         """
         if self._divergence and self._policy.on_divergence == "stop":
             raise self._make_divergence_error(state.step)
+        is_due = self._is_save_due(state) or self._best_step == state.step
+        vote = self._run.vote()
+        self._steering.settle_checks(state.step)
+        # Before a signal requests are not carried out: the run may have seconds to save.
+        self._steering.carry_out(() if vote.stop else vote.requests, state.step)
         # With "save", the error is raised when the save has ended.
-        self._stop_reason = self._run.stopping() or self._divergence or None
-        is_saved = bool(
-            self._stop_reason or self._is_save_due(state) or self._best_step == state.step
-        )
+        self._stop_reason = vote.stop or self._steering.stop or self._divergence or None
+        if self._steering.is_abort:
+            self._run.stop_code = PreemptedError.code
+        is_saved = not self._steering.is_abort and bool(self._stop_reason or is_due)
         if is_saved:
             state = self._read_pending(state)
             # Before the save, which may fail: `_is_saved` looks at the disk as well.
             self._last_saved = state.step
+            self._steering.note_save(state.step)
             with measure_phase("save"):
                 self._save(state, self._get_score(state.step))
         # A save has interrupted the steps anyway.
         with measure_phase("garbage"):
             self._collect(idle=is_saved)
         self._last_step = state.step
+        self._intervals.advance(state, vote.clock)
         self._switch_profiler(state.step)
         # Pending steps share the time since the first of them began.
         if not self._pending:
@@ -858,7 +966,7 @@ class Loop:
             self._profile = None
         elif self._profiling is None and step + 1 == steps.first:
             run = self._run
-            folder = run.dir / "profiles" / f"step_{steps.first:08d}"
+            folder = self._get_profile_dir(steps)
             self._profiling = contextlib.ExitStack()
             self._profiling.enter_context(
                 profile(
@@ -887,15 +995,34 @@ class Loop:
             operations=[attrs.asdict(one) for one in summary.operations],
         )
 
-    def is_due(self, state: TrainState, every: int, *, since: int = 0) -> bool:
-        """Return whether something is due that is done every so many steps, and after the last one.
+    def is_due(self, state: TrainState, every: int | Interval, *, since: int = 0) -> bool:
+        """Return whether something is due that is done at an interval, and after the last step.
+
+        Tokens and epochs are those of the state. Seconds are those of rank 0, which other ranks
+        know a step later; they count while a process trains, and go on after a resume. Something is
+        also due after the next step when somebody requests an evaluation or a sample
+        (`control.control_run`).
 
         Args:
             state: The counters after a step.
-            every: The number of steps between two times; 0 for never.
-            since: The step from which they are counted.
+            every: A number of steps, or another interval; 0 for never.
+            since: The step from which steps are counted.
+
+        Raises:
+            ConfigError: The interval is in epochs, and `run.loop` has no `batches_per_epoch`.
+
+        Effects:
+            The first time for an interval in seconds it communicates: all ranks must call it.
         """
-        return is_due(state.step - since, every, last=self._steps - since)
+        is_requested = self._steering.wants_check
+        return self._has_passed(parse_interval(every), state, since=since) or is_requested
+
+    def _has_passed(self, interval: Interval, state: TrainState, *, since: int = 0) -> bool:
+        if interval.unit == "steps":
+            return is_due(state.step - since, int(interval.value), last=self._steps - since)
+        if not interval:
+            return False
+        return self._intervals.is_due(interval, state) or state.step == self._steps
 
     def event(
         self, name: str, *, facts: Mapping[str, Any] | None = None, step: int | None = None
@@ -906,7 +1033,8 @@ class Loop:
 
     def show_sample(self, state: TrainState, text: str) -> None:
         """Print what the model has written after a step, and add an event "sample" with it."""
-        self._run.log(text)
+        # An untrained model writes any byte, and some would garble a terminal.
+        self._run.log(escape_control_characters(text))
         self._write_event("sample", step=state.step, text=text)
 
     def result(self, metric: str) -> None:
@@ -917,7 +1045,7 @@ class Loop:
         self._write_event("result", **compare_evaluations(self._run.dir, metric))
 
     def _is_save_due(self, state: TrainState) -> bool:
-        return is_due(state.step, self._checkpoints.save_every, last=self._steps)
+        return self._has_passed(self._checkpoints.save_every, state) or self._steering.wants_save
 
     def _get_score(self, step: int) -> float | None:
         scored_step, score = self._score or (None, None)

@@ -19,10 +19,12 @@ import stat
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -303,13 +305,128 @@ def _limit_waiting(
 # ------------------------------------------------------------------------------------ all ranks
 
 
+@attrs.frozen
+class Vote:
+    """What all ranks know after a step, equal on all of them.
+
+    `stop` is why the run has to stop, "SIGTERM on rank 3" for example, or None. `requests` are
+    those that rank 0 has found since, plain values. `clock` is the time of rank 0's clock, in
+    seconds.
+    """
+
+    stop: str | None
+    requests: Sequence[Mapping[str, Any]] = ()
+    clock: float = 0.0
+
+
+_REQUEST, _STOP = 1, 2  # votes; the greatest of all ranks counts
+
+
+@contextlib.contextmanager
+def open_step_vote(
+    stop_reason: StopReason,
+    axis: Axis,
+    *,
+    take_requests: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Callable[[], Vote]]:
+    """Yield `vote()`: what all ranks do after this step, though only one of them knows of it.
+
+    A vote and the clock, 16 bytes, are posted at the end of a step and read at the end of the next,
+    long after they have arrived, so a step pays only for the posting. A run thus ends at most two
+    steps after a signal. Reasons and requests are exchanged once, after a vote for them.
+
+    Args:
+        stop_reason: Why this process has to stop, or None: that of `trap_signals`, or one that also
+            knows of a time limit.
+        axis: The ranks that act together, `ps.world`.
+        take_requests: Returns new requests, values of JSON; called on rank 0 once per step.
+        clock: Returns seconds; called on rank 0 once per step.
+
+    Yields:
+        `vote() -> Vote`; every rank must call it once per step. Once it has returned a reason to
+        stop, it returns the same without communication.
+
+    Raises:
+        PreemptedError: In place of an error of the disk or a bug, after ranks have agreed to stop:
+            the run could not be saved. Errors that a new start would meet again (of the
+            configuration, the data, a checkpoint or the numbers) and those of peers stay.
+
+    Effects:
+        Communicates on a group of its own: one all-reduce of 16 bytes per call.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> world = solo_parallel().world
+        >>> with open_step_vote(lambda: None, world, take_requests=lambda: [{"save": 1}]) as vote:
+        ...     vote().requests
+        ({'save': 1},)
+    """
+    agreed: list[str] = []  # the reason, once there is one
+    # A vote is no watchdog: rank 0 may have an hour's work of its own.
+    timeout = timedelta(hours=1)
+    with _report_lost_save(agreed), open_gloo_axis(axis, name="stop", timeout=timeout) as votes:
+        if votes.count == 1:
+
+            def vote_alone() -> Vote:
+                reason = None if agreed else _format_reasons([stop_reason()])
+                agreed.extend([reason] if reason else [])
+                found = () if agreed else tuple(take_requests())
+                return Vote(agreed[0] if agreed else None, found, clock())
+
+            yield vote_alone
+            return
+        vote, finish = _make_vote(votes, agreed, stop_reason, take_requests, clock)
+        yield vote
+        finish()
+
+
+def _make_vote(
+    votes: Axis,
+    agreed: list[str],
+    stop_reason: StopReason,
+    take_requests: Callable[[], Sequence[Mapping[str, Any]]],
+    clock: Callable[[], float],
+) -> tuple[Callable[[], Vote], Callable[[], object]]:
+    """Return `vote()` of several ranks, and a function that waits for the vote that is pending."""
+    requests: list[Mapping[str, Any]] = []  # those that the pending vote of this rank is for
+    post = _make_poster(votes)
+
+    def post_own() -> Callable[[], tuple[int, float]]:
+        if votes.index == 0:
+            requests.extend(take_requests())
+        own = _STOP if stop_reason() is not None else _REQUEST if requests else 0
+        return post(own, clock() if votes.index == 0 else 0.0)
+
+    pending = [post_own()]
+    last = Vote(None)
+
+    def vote() -> Vote:
+        nonlocal last
+        if agreed:
+            return attrs.evolve(last, requests=())
+        result, now = pending.pop()()
+        found: list[Mapping[str, Any]] = []
+        if result:
+            gathered = all_gather_objects([stop_reason(), requests], votes)
+            requests.clear()
+            found = [request for _, more in gathered for request in more]
+            reason = _format_reasons([x for x, _ in gathered])
+            if reason or result == _STOP:
+                agreed.append(reason or "one of the ranks")
+        if not agreed:
+            pending.append(post_own())
+        last = Vote(agreed[0] if agreed else None, tuple(found), now)
+        return last
+
+    return vote, lambda: [wait_for_result() for wait_for_result in pending]
+
+
 @contextlib.contextmanager
 def open_stop_vote(stop_reason: StopReason, axis: Axis) -> Iterator[StopReason]:
     """Yield `stopping()`: why the run has to stop, equal on all ranks, if any rank has a reason.
 
-    A vote of one byte is posted at the end of a step and read at the end of the next, long after it
-    has arrived, so a step pays only for the posting. A run thus ends at most two steps after the
-    signal. The reasons are exchanged once, after a vote for stopping.
+    It is the part of `open_step_vote` that a loop without requests needs.
 
     Args:
         stop_reason: Why this process has to stop, or None: that of `trap_signals`, or one that also
@@ -318,15 +435,13 @@ def open_stop_vote(stop_reason: StopReason, axis: Axis) -> Iterator[StopReason]:
 
     Yields:
         `stopping() -> str | None`, "SIGTERM on rank 3" for example; every rank must call it once
-        per step. Once it has returned a reason, it returns the same without communication.
+        per step.
 
     Raises:
-        PreemptedError: In place of an error of the disk or a bug, after ranks have agreed to stop:
-            the run could not be saved. Errors that a new start would meet again (of the
-            configuration, the data, a checkpoint or the numbers) and those of peers stay.
+        PreemptedError: As `open_step_vote`.
 
     Effects:
-        Communicates on a group of its own: one all-reduce of one byte per call.
+        Communicates as `open_step_vote`.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
@@ -334,39 +449,8 @@ def open_stop_vote(stop_reason: StopReason, axis: Axis) -> Iterator[StopReason]:
         ...     stopping()
         'SIGTERM on rank 0'
     """
-    agreed: list[str] = []  # the reason, once there is one
-    # A vote is no watchdog: rank 0 may have an hour's work of its own.
-    timeout = timedelta(hours=1)
-    with _report_lost_save(agreed), open_gloo_axis(axis, name="stop", timeout=timeout) as votes:
-        if votes.count == 1:
-
-            def stopping_alone() -> str | None:
-                reason = _format_reasons([stop_reason()])
-                if reason and not agreed:
-                    agreed.append(reason)
-                return agreed[0] if agreed else None
-
-            yield stopping_alone
-            return
-        post = _make_vote(votes)
-        # The first vote is posted before the first step, whose call reads it.
-        pending = [post(stop_reason() is not None)]
-
-        def stopping() -> str | None:
-            if not agreed:
-                wait_for_result = pending.pop()
-                if wait_for_result():
-                    reason = _format_reasons(all_gather_objects(stop_reason(), votes))
-                    # A `stop_reason` of the caller's may have changed its answer since the vote.
-                    agreed.append(reason or "one of the ranks")
-                else:
-                    pending.append(post(stop_reason() is not None))
-            return agreed[0] if agreed else None
-
-        yield stopping
-        # The group must not close while a vote is under way.
-        for wait_for_result in pending:
-            wait_for_result()
+    with open_step_vote(stop_reason, axis) as vote:
+        yield lambda: vote().stop
 
 
 @contextlib.contextmanager
@@ -397,26 +481,26 @@ def _format_reasons(reasons: Sequence[str | None]) -> str | None:
     return "; ".join(texts) or None
 
 
-def _make_vote(axis: Axis) -> Callable[[bool], Callable[[], bool]]:
-    """Return a function that posts a vote and returns a function that waits for the result.
+def _make_poster(axis: Axis) -> Callable[[int, float], Callable[[], tuple[int, float]]]:
+    """Return a function that posts a vote and a time, and returns one that waits for the result.
 
-    One vote is pending at a time, in one buffer for all: half the cost of an `all_reduce` of a new
-    tensor.
+    That is the greatest vote and the greatest time. One vote is pending at a time, in one buffer
+    for all: half the cost of an `all_reduce` of a new tensor.
     """
-    flags = np.zeros(1, np.uint8)
-    buffer = [torch.from_numpy(flags)]
+    numbers = np.zeros(2, np.float64)  # which has every integer, and microseconds of a century
+    buffer = [torch.from_numpy(numbers)]
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX
     assert axis.group is not None
     allreduce = axis.group.allreduce
 
-    def post(vote: bool) -> Callable[[], bool]:
-        flags[0] = vote
+    def post(vote: int, time_: float) -> Callable[[], tuple[int, float]]:
+        numbers[:] = vote, time_
         work = allreduce(buffer, options)
 
-        def wait_for_result() -> bool:
+        def wait_for_result() -> tuple[int, float]:
             work.wait()
-            return bool(flags[0])
+            return int(numbers[0]), float(numbers[1])
 
         return wait_for_result
 

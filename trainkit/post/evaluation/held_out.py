@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from trainkit.data.steps import make_eval_batches
-from trainkit.metrics import to_host
+from trainkit.metrics import Metric, to_host
 from trainkit.parallel.stage_forward import compute_device
 from trainkit.parallel.stage_ranks import as_stages
 from trainkit.step import evaluate
@@ -24,6 +24,7 @@ def make_evaluator(
     loss: Loss,
     *,
     rows_per_batch: int,
+    metric: Metric | None = None,
     axis: Axis = SOLO,
     call: Call | None = None,
 ) -> Callable[[], dict[str, Any]]:
@@ -34,13 +35,15 @@ def make_evaluator(
         rows: The rows, from `data.split_held_out`.
         loss: The loss; `losses.average_terms` documents the denominators of its terms.
         rows_per_batch: Rows per forward pass, on each rank.
+        metric: A further metric of outputs and batches, with names; see `step.evaluate`.
         axis: For a plain module, the ranks that share the rows. A `Stages` has its own axes.
         call: How a batch enters the model, in place of the stages' own call, or of `call_model`.
 
     Returns:
-        `evaluate() -> {name: number}`: the divided terms of the loss and "tokens", equal on all
-        ranks, all of which must call it. It raises the errors of `step.evaluate` and
-        `data.make_eval_batches`, has the effects of `step.evaluate`, and waits for the device.
+        `evaluate() -> {name: number}`: the divided terms of the loss, "tokens" and the values of
+        the metric, equal on all ranks, all of which must call it. It raises the errors of
+        `step.evaluate` and `data.make_eval_batches`, has the effects of `step.evaluate`, and waits
+        for the device.
 
     Effects:
         None here. The returned function communicates on the axes of the stages, and puts modules
@@ -67,6 +70,6 @@ def make_evaluator(
         batches = make_eval_batches(
             rows, rows_per_batch=rows_per_batch, data_shard=stages.data_shard, device=device
         )
-        return to_host(evaluate(stages, batches, loss))
+        return to_host(evaluate(stages, batches, loss, metric=metric))
 
     return evaluate_held_out

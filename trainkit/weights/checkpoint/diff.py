@@ -68,7 +68,7 @@ def diff_checkpoints(a: Path | str, b: Path | str, *, values: bool = False) -> d
         "dtype_or_shape": {name: [x, y] for name, (x, y) in described.items() if x != y},
     }
     for part in ("state", "facts", "optimizer", "layout"):
-        report[part] = _diff_tables(saved[0].get(part), saved[1].get(part))
+        report[part] = diff_tables(saved[0].get(part), saved[1].get(part))
     # By their paths, as "ema/decay"; of a tensor the name, dtype and shape.
     states = [list_states(read.get("components", {})) for read in saved]
     report["components"] = {
@@ -76,12 +76,12 @@ def diff_checkpoints(a: Path | str, b: Path | str, *, values: bool = False) -> d
         for name in sorted(states[0].keys() | states[1].keys())[:_MAX_ENTRIES]
         if states[0].get(name, states) != states[1].get(name, states)
     }
-    report["config"] = _diff_tables(manifests[0].get("config"), manifests[1].get("config"))
+    report["config"] = diff_tables(manifests[0].get("config"), manifests[1].get("config"))
     origins = [
         {name: manifest.get(name) for name in ("run", "version", "step", "parent")}
         for manifest in manifests
     ]
-    report["manifest"] = _diff_tables(*origins)
+    report["manifest"] = diff_tables(*origins)
     report["bytes"] = _have_same_bytes(a, b, manifests, indices)
     if values:
         compared = {
@@ -115,11 +115,11 @@ def _flatten(value: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _diff_tables(a: Any, b: Any) -> dict[str, list[Any]]:
+def diff_tables(a: Any, b: Any) -> dict[str, list[Any]]:
     """Return {path: [in a, in b]} of the values that differ; None for one that is absent.
 
     Examples:
-        >>> _diff_tables({"x": {"y": 1}, "z": 2}, {"x": {"y": 3}, "z": 2})
+        >>> diff_tables({"x": {"y": 1}, "z": 2}, {"x": {"y": 3}, "z": 2})
         {'x.y': [1, 3]}
     """
     left = dict(_flatten(a))

@@ -10,12 +10,11 @@ from pathlib import Path
 import attrs
 
 from trainkit.files import fsync_folder
-from trainkit.schedules import is_due
+from trainkit.schedules import Interval, check_interval, is_due, parse_interval
 from trainkit.types import (
     Log,
     log_warning,
     non_negative,
-    positive,
     satisfies,
 )
 from trainkit.weights.checkpoint.manifest import (
@@ -59,8 +58,10 @@ class Retention:
 class CheckpointOptions:
     """When a run saves, and which checkpoints it retains."""
 
-    save_every: int = attrs.field(default=200, validator=positive)
-    """Steps between checkpoints; the last step is saved too."""
+    save_every: Interval = attrs.field(
+        default=Interval(200), converter=parse_interval, validator=check_interval(never=False)
+    )
+    """Steps between checkpoints, or 30min, 100M-tokens, 2epochs; the last step is saved too."""
 
     keep: int = attrs.field(
         default=0,

@@ -1,8 +1,7 @@
-"""Metrics of a step: all-reduced sums, records for logs, memory, FLOPs and expert loads.
+"""The record of a step: numbers on the host, memory, throughput and FLOPs.
 
-Ranks exchange sums, never means (`reduce_metrics`). The host reads all metrics at once (`to_host`).
-Model FLOPs follow from the lengths of documents, because a packed row costs less attention than one
-document of its length.
+The host reads all metrics of a step at once (`to_host`). Model FLOPs follow from the lengths of
+documents, because a packed row costs less attention than one document of its length.
 """
 
 from __future__ import annotations
@@ -23,150 +22,15 @@ import torch
 from torch import Tensor
 
 from trainkit.batch import batch_hash, count_documents, count_tokens
-from trainkit.collectives import all_sum, get_compute_device
+from trainkit.collectives import all_sum
 from trainkit.health import update_loss_scale
+from trainkit.metrics.means import loss_to_perplexity
 from trainkit.models.config import DecoderConfig
-from trainkit.noise.hashing import MASK64, make_key
+from trainkit.noise.hashing import MASK64
 from trainkit.parallel.recompute import read_mode
 from trainkit.parallel.split import decoder_costs
 from trainkit.phases import measure_phase
 from trainkit.types import Axis, DelayedMetrics, IntArray, StepBatch, TrainState
-
-
-def reduce_metrics(sums: Mapping[str, Tensor], axis: Axis) -> dict[str, Tensor]:
-    """All-reduce sums by name, with one collective for all of them.
-
-    The values are sent as one fp64 tensor, in the order of their sorted names, and are returned in
-    their dtype. So integers are exact up to 2^53. Nothing is divided, and there is no host sync.
-
-    Every rank must pass the same names, with a 0 where it has no value. If up to 255 names differ,
-    all ranks raise ValueError on a CPU, without a deadlock. On other devices all values are NaN,
-    because a check would need a host sync.
-
-    Args:
-        sums: A tensor per name.
-        axis: The ranks to sum over.
-
-    Returns:
-        A new dict, on the device that the ranks of the axis compute on. On an axis of size 1 its
-        values are the detached inputs.
-
-    Raises:
-        ValueError: On all ranks, if ranks passed different names, or values of different shapes.
-
-    Effects:
-        Communicates: one all-reduce on `axis`; none if its size is 1.
-
-    Examples:
-        >>> import torch
-        >>> from trainkit.mesh import solo_parallel
-        >>> reduce_metrics({"loss": torch.tensor(6.0)}, solo_parallel().loss)
-        {'loss': tensor(6.)}
-    """
-    sums = {name: x.detach() if x.requires_grad else x for name, x in sums.items()}
-    if axis.count == 1:
-        return sums
-    # All ranks must send from the same device.
-    sums = {name: x.to(get_compute_device(axis)) for name, x in sums.items()}
-    totals = _sum_packed(sums, axis)
-    return {name: totals[name].to(x.dtype) for name, x in sums.items()}
-
-
-def _sum_packed(sums: Mapping[str, Tensor], axis: Axis) -> dict[str, Tensor]:
-    """Return the fp64 totals by name; raise on all ranks if names differ."""
-    names = sorted(sums)
-    shapes = [str(tuple(sums[name].shape)) for name in names]
-    sizes = [sums[name].numel() for name in names]
-    device = get_compute_device(axis)
-    # Gloo aborts the process when sizes differ, so the buffer is padded to a multiple of 256.
-    packed = torch.zeros(-(-(1 + sum(sizes)) // 256) * 256, dtype=torch.float64, device=device)
-    key = make_key(*names, *shapes) >> 32  # 32 bits: the sum over 2^21 ranks is exact
-    packed[0].fill_(key)  # packed[0] = key would be a copy from the host, with a sync
-    if names:
-        flat = torch.cat([sums[name].double().flatten() for name in names])
-        packed[1 : 1 + len(flat)] = flat
-    total = all_sum(packed, axis)
-    # Keys are hashes: others add up to the same sum with a chance of about 2^-32.
-    agreed = total[0] == key * axis.count
-    if device.type == "cpu" and not agreed:
-        raise ValueError(
-            f"reduce_metrics: the ranks of {axis.name!r} passed different names, here {names}; "
-            "pass the same names on all of them, with a 0 where a rank has no value"
-        )
-    values = torch.where(agreed, total, torch.nan)[1 : 1 + sum(sizes)].split(sizes)
-    return {name: x.view(sums[name].shape) for name, x in zip(names, values, strict=True)}
-
-
-def expert_load_ratio(load: Tensor) -> Tensor:
-    """Return the load of the busiest expert over the mean load, without a host sync.
-
-    Args:
-        load: `[..., E]`, how often each expert of a layer was chosen in the global batch: the term
-            "load" of `losses.add_router_losses`, after `reduce_metrics`.
-
-    Returns:
-        fp64 `[...]`: 1 for equal loads, E if one expert has all tokens; NaN without tokens.
-
-    Examples:
-        >>> expert_load_ratio(torch.tensor([[3, 1, 0, 0], [1, 1, 1, 1]])).tolist()
-        [3.0, 1.0]
-    """
-    return load.amax(-1) / load.double().mean(-1)
-
-
-def expert_load_entropy(load: Tensor) -> Tensor:
-    """Return the normalized entropy of expert loads: -sum p ln p over ln E.
-
-    It falls when many experts are rarely chosen, which `expert_load_ratio` does not show.
-
-    Args:
-        load: As in `expert_load_ratio`, of at least two experts.
-
-    Returns:
-        fp64 `[...]`: 1 for equal loads, 0 if one expert has all tokens; NaN without tokens.
-
-    Examples:
-        >>> expert_load_entropy(torch.tensor([[2, 2, 0, 0], [1, 1, 1, 1], [0, 9, 0, 0]])).tolist()
-        [0.5, 1.0, 0.0]
-    """
-    shares = load / load.double().sum(-1, keepdim=True)
-    return torch.special.entr(shares).sum(-1) / math.log(load.shape[-1])
-
-
-def make_expert_load_metrics(
-    load: Tensor, *, biases: Tensor | None = None, dropped: Tensor | None = None
-) -> dict[str, Tensor]:
-    """Return scalar metrics of the balance of experts in a step.
-
-    Each metric has a value for each expert layer, `NAME/0`, `NAME/1` and so on in the order of
-    `load`, and `NAME` is that of the worst layer. They are `load_over_mean` (`expert_load_ratio`),
-    `load_entropy` (`expert_load_entropy`), `expert_bias` (the largest absolute value of a layer's
-    biases) and `dropped_share` (of all choices).
-
-    Args:
-        load: As in `expert_load_ratio`, `[L, E]`.
-        biases: `[L, E]`, from `models.update_routers_`, summed over the pipeline.
-        dropped: `[L]`, the term of that name.
-
-    Examples:
-        >>> metrics = make_expert_load_metrics(torch.tensor([[3, 1], [2, 2]]))
-        >>> {name: round(x.item(), 2) for name, x in metrics.items()}
-        {'load_over_mean': 1.5, 'load_over_mean/0': 1.5, 'load_over_mean/1': 1.0,
-         'load_entropy': 0.81, 'load_entropy/0': 0.81, 'load_entropy/1': 1.0}
-    """
-    by_layer = {
-        "load_over_mean": expert_load_ratio(load),
-        "load_entropy": expert_load_entropy(load),
-    }
-    if biases is not None:
-        by_layer["expert_bias"] = biases.abs().amax(-1)
-    if dropped is not None:
-        by_layer["dropped_share"] = dropped / load.sum(-1)
-    metrics: dict[str, Tensor] = {}
-    for name, x in by_layer.items():
-        metrics[name] = x.amin() if name == "load_entropy" else x.amax()  # of the worst layer
-        metrics |= {f"{name}/{layer}": value for layer, value in enumerate(x)}
-    return metrics
 
 
 def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, Any]:
@@ -298,7 +162,8 @@ def make_step_records(
 
     Returns:
         For each step its metrics as numbers; `batch_hash` as 16 hex digits; `loss_hex`,
-        `grad_norm_hex` and `lr_hex`, with every bit; `seconds`, the mean of these steps; and rates:
+        `grad_norm_hex` and `lr_hex`, with every bit; `perplexity` (`loss_to_perplexity`) where the
+        loss is a mean over tokens; `seconds`, the mean of these steps; and rates:
         `tokens_per_second`, of processed tokens if known, `trained_tokens_per_second`, of those in
         the loss, and `documents_per_second`. All but the last are `DelayedMetrics`.
 
@@ -325,6 +190,8 @@ def make_step_records(
             record[name] = f"{int(value) & MASK64:016x}" if name == "batch_hash" else value
             if name in ("loss", "grad_norm", "lr"):
                 record[f"{name}_hex"] = float(value).hex()
+        if "loss" in record and is_loss_per_token(record):
+            record["perplexity"] = loss_to_perplexity(record["loss"])
         record["seconds"] = seconds
         processed = record.get("tokens_processed", record["tokens"])
         record["tokens_per_second"] = tokens_per_second(processed, seconds)
@@ -333,6 +200,19 @@ def make_step_records(
             record["documents_per_second"] = tokens_per_second(record["documents"], seconds)
         records.append(record)
     return [*map(DelayedMetrics, records[:-1]), *records[-1:]]
+
+
+def is_loss_per_token(metrics: Mapping[str, Any]) -> bool:
+    """Return whether the loss of these metrics is a mean over tokens, and has a perplexity.
+
+    That of a preference, which counts pairs or answers, and of a policy gradient, which reports how
+    much of it is clipped, have none.
+
+    Examples:
+        >>> is_loss_per_token({"loss": 2.5, "tokens": 8}), is_loss_per_token({"pairs": 4})
+        (True, False)
+    """
+    return not {"pairs", "answers", "clipped"} & metrics.keys()
 
 
 def read_memory_stats(device: torch.device) -> dict[str, int]:
