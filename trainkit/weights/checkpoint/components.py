@@ -24,11 +24,8 @@ from trainkit.weights.checkpoint.component_trees import (
     TENSORS,
     Tree,
     decode_tree,
-    hash_states,
-    merge_states,
 )
 from trainkit.weights.checkpoint.reading import Target
-from trainkit.weights.checkpoint.run_state import hash_tensor_box
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,99}")
 _MAX_VALUES = 100_000  # plain values of all components; a million would slow every save
@@ -258,46 +255,6 @@ def get_component_boxes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor
 
 
 # ---------------------------------------------------------------------------------------- comparing
-
-
-def hash_components(components: Components | None, axis: Axis, *, by: str) -> dict[str, int]:
-    """Hash the states of components, after checking that those equal on all ranks are.
-
-    Args:
-        components: The components.
-        axis: All ranks, `ps.world`.
-        by: The function that errors name.
-
-    Returns:
-        Hashes by name, equal on all ranks; their sum belongs to the hash of a run's state.
-
-    Raises:
-        ConfigError: A state cannot be saved, or differs; names the ranks and the keys.
-
-    Effects:
-        Communicates on `axis`, if there are components.
-
-    Examples:
-        >>> from trainkit.types import SOLO
-        >>> len(hash_components({"layer": nn.Linear(1, 1)}, SOLO, by="state_hash"))
-        3
-    """
-    if not components:
-        return {}
-
-    def read() -> list[Any]:
-        states = read_components(components, rank=axis.index, by=by)
-        tensors = {**states.replicated, **states.own}
-        hashes = {
-            name: hash_tensor_box(name, x, shape=x.shape, offset=(0,) * x.dim())
-            for name, x in tensors.items()
-            if x.numel()
-        }
-        return [states.trees, hashes]
-
-    by_rank = run_on_all_ranks(read, axis)
-    merged = merge_states([trees for trees, _ in by_rank], [hashes for _, hashes in by_rank], by=by)
-    return {name: x for _, own in by_rank for name, x in own.items()} | hash_states(merged)
 
 
 def compare_components(

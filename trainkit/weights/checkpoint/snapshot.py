@@ -27,7 +27,6 @@ from trainkit.weights.checkpoint.component_trees import TENSORS
 from trainkit.weights.checkpoint.components import (
     Components,
     get_component_boxes,
-    hash_components,
     read_components,
 )
 from trainkit.weights.checkpoint.run_state import (
@@ -39,6 +38,7 @@ from trainkit.weights.checkpoint.run_state import (
     find_tied_copies,
     get_boxes_to_write,
     get_group_options,
+    hash_components,
     optimizer_state,
 )
 from trainkit.weights.checkpoint.tensor_files import Stored, make_safetensors_header
