@@ -586,6 +586,51 @@ def test_another_number_of_ranks_is_refused_for_what_each_has(tmp_path):
     assert equal.state["x"].tolist() == [1, 1]
 
 
+def sharded(folder, rows, is_sharded):
+    """Save or load an average whose tensors are sharded; return its hash and its values."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    state, stages, optimizer, _ = small_run()
+    with tk.parallel_session() as ps:
+        mesh = is_sharded and torch.distributed.init_device_mesh("cpu", (ps.world.count,))
+
+        def make(value):
+            x = torch.arange(3.0 * rows).reshape(rows, 3) * value
+            x = distribute_tensor(x, mesh, [Shard(0)]) if is_sharded else x
+            return Own({"n": value, "x": x, "again": x})
+
+        first = not list_checkpoints(folder / "checkpoints")
+        own = make(1.0 if first else 0.0)
+        if first:
+            save_checkpoint(folder, state, stages, optimizer, ps, components={"own": own})
+        else:
+            resume(folder, state, stages, optimizer, ps, components={"own": own}, log=quiet)
+        x = own.state["x"]
+        assert own.state["again"] is x
+        assert hasattr(x, "placements") == is_sharded
+        if is_sharded:  # it belongs to all ranks
+            with pytest.raises(ConfigError, match=r"own/x .*DTensor`; give .*to_local\(\)"):
+                check_savable(state, stages, optimizer, ps, {"own": Component(own, per_rank=True)})
+        values = (x.full_tensor() if is_sharded else x).tolist()
+        return state_hash(state, stages, optimizer, ps, {"own": own}), own.state["n"], values
+
+
+@pytest.mark.parametrize("rows", [5, 1])
+@pytest.mark.parametrize("saved_on", [1, 2])
+def test_a_sharded_tensor_is_loaded_in_any_layout(tmp_path, rows, saved_on):
+    """With uneven shards, and with a rank that has none."""
+    layouts = [(1, False), (2, True)] if saved_on == 1 else [(2, True), (1, False), (2, True)]
+    found = [
+        x for n, is_sharded in layouts for x in run_ranks(sharded, n, tmp_path, rows, is_sharded)
+    ]
+    assert all(x == found[0] for x in found)
+    assert [*found[0][1:]] == [1.0, torch.arange(3.0 * rows).reshape(rows, 3).tolist()]
+    path = list_checkpoints(tmp_path / "checkpoints")[0]
+    assert json.loads((path / "manifest.json").read_text())["state_hash"] == found[0][0]
+    index = json.loads((path / "index.json").read_text())["tensors"]
+    assert len(index["components/own/x"]["boxes"]) == min(rows, saved_on)
+
+
 def train_on_two(folder, fail_at):
     with contextlib.suppress(SystemExit):
         return train(folder, seed=1 + int(os.environ["RANK"]), fail_at=fail_at)[1].seen

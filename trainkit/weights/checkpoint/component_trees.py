@@ -127,8 +127,8 @@ def merge_states(
     """Merge the components of all ranks into the "components" of `state.json`.
 
     Args:
-        trees: {name: {"per_rank", "state"}} of each rank.
-        hashes: Those of each rank's tensors, by their names in the index.
+        trees: {name: {"per_rank", "state", "sharded"}} of each rank.
+        hashes: Those of each rank's boxes of tensors, by "NAME OFFSET".
         by: The function that the error names.
 
     Raises:
@@ -173,8 +173,8 @@ def _find_differences(
         if a is None or b is None or a["per_rank"] != b["per_rank"]:
             paths.append(name)
         elif not a["per_rank"]:
-            left = _hash_leaves(a["state"], name, first_hashes)
-            right = _hash_leaves(b["state"], name, other_hashes)
+            left = _hash_leaves(a, name, first_hashes)
+            right = _hash_leaves(b, name, other_hashes)
             # None is a value of a state, so an absent one must be another.
             found = [
                 x for x in left.keys() | right.keys() if left.get(x, left) != right.get(x, left)
@@ -184,11 +184,18 @@ def _find_differences(
     return paths
 
 
-def _hash_leaves(tree: Tree, name: str, hashes: Mapping[str, int]) -> dict[str, Any]:
-    return {
-        path: [x, hashes.get(x["$tensor"])] if isinstance(x, dict) and "$tensor" in x else x
-        for path, x in list_leaves(tree, name)
-    }
+def _hash_leaves(tree: Mapping[str, Any], name: str, hashes: Mapping[str, int]) -> dict[str, Any]:
+    """Return a component's values by path, with the hash of each tensor that is not sharded."""
+
+    def describe(value: Any) -> Any:
+        if not isinstance(value, dict) or "$tensor" not in value:
+            return value
+        tensor = value["$tensor"]
+        # A tensor that is not sharded is one box. Ranks have different shards.
+        box = f"{tensor} {(0,) * len(value['shape'])}"
+        return [value, None if tensor in tree["sharded"] else hashes.get(box)]
+
+    return {path: describe(value) for path, value in list_leaves(tree["state"], name)}
 
 
 def find_state_problems(components: Any, index: Mapping[str, Any]) -> list[str]:

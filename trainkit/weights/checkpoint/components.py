@@ -104,12 +104,14 @@ def get_components(components: Components | None, *, by: str) -> dict[str, Compo
 class ComponentStates:
     """The states of this rank's components at one moment; the tensors are those of the objects.
 
-    `trees` has {"per_rank", "state"} of each component. Tensors have the names of the index: those
-    in `replicated` are equal on all ranks, those in `own` are this rank's.
+    `trees` has {"per_rank", "state", "sharded"} of each component, the last with the names of its
+    sharded tensors. Tensors have the names of the index: those in `replicated` are equal on all
+    ranks, those in `sharded` are DTensors, those in `own` are this rank's.
     """
 
     trees: Mapping[str, Any]
     replicated: Mapping[str, Tensor]
+    sharded: Mapping[str, Tensor]
     own: Mapping[str, Tensor]
 
 
@@ -136,22 +138,26 @@ def read_components(components: Components | None, *, rank: int, by: str) -> Com
         >>> read_components({"layer": layer}, rank=0, by="save").replicated.keys()
         dict_keys(['components/layer/weight', 'components/layer/bias'])
     """
-    shared, own = _Encoder(by), _Encoder(by)
+    common, own = _Encoder(by), _Encoder(by, may_be_sharded=False)
     trees: dict[str, Any] = {}
     for name, component in get_components(components, by=by).items():
-        encoder = own if component.per_rank else shared
+        encoder = own if component.per_rank else common
         # Names of ranks differ: each is a tensor of its own in the index.
         prefix = f"{TENSORS}{name}" + f"/rank_{rank:05d}" * component.per_rank
         tree = encoder.encode(component.state.state_dict(), (name,), prefix)
         trees[name] = {"per_rank": component.per_rank, "state": tree}
-    if shared.values + own.values > _MAX_VALUES:
+    if common.values + own.values > _MAX_VALUES:
         raise ConfigError(
-            f"{by}: the components {', '.join(trees)} hold {shared.values + own.values} plain "
+            f"{by}: the components {', '.join(trees)} hold {common.values + own.values} plain "
             f"values, and a checkpoint at most {_MAX_VALUES}; put long lists of numbers into "
             "tensors",
             where="components",
         )
-    return ComponentStates(trees, shared.tensors, own.tensors)
+    sharded = {name: x for name, x in common.tensors.items() if _is_sharded(x)}
+    replicated = {name: x for name, x in common.tensors.items() if name not in sharded}
+    for name, tree in trees.items():
+        tree["sharded"] = [x for x in sharded if x.startswith(f"{TENSORS}{name}/")]
+    return ComponentStates(trees, replicated, sharded, own.tensors)
 
 
 @attrs.define(eq=False)
@@ -159,6 +165,7 @@ class _Encoder:
     """Turns states into trees, and collects their tensors by name."""
 
     by: str
+    may_be_sharded: bool = True
     tensors: dict[str, Tensor] = attrs.field(factory=dict)
     names: dict[Any, str] = attrs.field(factory=dict)  # of tensors, by what makes two one
     values: int = 0
@@ -196,17 +203,16 @@ class _Encoder:
 
     def _encode_tensor(self, x: Tensor, path: tuple[Any, ...], prefix: str) -> Tree:
         dtype = get_dtype_name(x.dtype)
-        if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.is_meta:
+        is_plain = type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided
+        if x.is_meta or not (is_plain or (self.may_be_sharded and _is_sharded(x))):
             what = "is a " + ("tensor without values" if x.is_meta else f"`{type(x).__name__}`")
-            raise self._refuse(
-                path, f"{what}; give a plain tensor: of a shard to_local(), with per_rank=True"
-            )
+            raise self._refuse(path, f"{what}; give a plain tensor: of a shard to_local()")
         if dtype not in DTYPES or x.is_quantized:
             raise self._refuse(path, f"has the dtype {dtype}, which no checkpoint holds")
-        # Empty tensors have no storage that could tell them apart.
+        # Empty tensors have no storage that could tell them apart, and a shard may be empty.
         key = (
             (x.untyped_storage().data_ptr(), x.storage_offset(), x.shape, x.stride(), dtype)
-            if x.numel()
+            if x.numel() and is_plain
             else id(x)
         )
         if key not in self.names:
@@ -238,6 +244,11 @@ class _Encoder:
         )
 
 
+def _is_sharded(x: Tensor) -> bool:
+    placements = getattr(x, "placements", None)
+    return placements is not None and all(p.is_shard() or p.is_replicate() for p in placements)
+
+
 def _encode_number(value: float) -> Tree:
     if isinstance(value, int):
         return value if -(2**63) <= value < 2**63 else {"$int": hex(value)}
@@ -250,8 +261,9 @@ def _is_unicode(text: str) -> bool:
 
 
 def get_component_boxes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Box]]:
-    """Return the boxes of tensors of components: each is a box of its own."""
-    return {name: (x, get_local_box(x)) for name, x in tensors.items()}
+    """Return the boxes of tensors of components that this rank writes, each after its tensor."""
+    boxes = {name: (x, get_local_box(x)) for name, x in tensors.items()}
+    return {name: (x, box) for name, (x, box) in boxes.items() if box.writes}
 
 
 # ---------------------------------------------------------------------------------------- comparing
@@ -321,6 +333,8 @@ def make_component_targets(
 ) -> dict[str, Target]:
     """Allocate the tensors of components that a rank loads, in host memory.
 
+    Where the run's own component has a DTensor of the same name, one like it is loaded.
+
     Args:
         saved: The "components" of a `state.json`, which have been checked.
         index: The checked entries of the checkpoint's index.
@@ -328,13 +342,25 @@ def make_component_targets(
         rank: This rank.
     """
     targets: dict[str, Target] = {}
+    live = read_components(components, rank=rank, by="resume").sharded
 
     def allocate(described: Mapping[str, Any]) -> None:
         name = described["$tensor"]
         if name not in targets:  # shared ones are read once
             entry = index[name]
-            x = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
-            targets[name] = Target(name, x, get_local_box(x))
+            dtype = getattr(torch, entry["dtype"])
+            if name in live and list(live[name].shape) == entry["shape"]:
+                x = torch.empty_like(live[name], dtype=dtype)  # with the placements of the run
+            else:
+                x = torch.empty(entry["shape"], dtype=dtype)
+            box = get_local_box(x)
+            # Read in host memory, wherever the shard is.
+            out = (
+                box.local
+                if box.local.device.type == "cpu"
+                else torch.empty_like(box.local, device="cpu")
+            )
+            targets[name] = Target(name, x, box, out)
 
     for name in components or {}:
         # Another number of ranks is an error that `compare_components` reports.
@@ -371,8 +397,11 @@ def install_components_(
     def get_tensor(described: Mapping[str, Any]) -> Tensor:
         name = described["$tensor"]
         if name not in moved:
-            x = targets[name].tensor
-            moved[name] = x if described["on"] == "cpu" else x.to(device)
+            target = targets[name]
+            if target.out is not target.box.local:
+                target.box.local.copy_(target.out)
+            is_elsewhere = described["on"] == "device" and not _is_sharded(target.tensor)
+            moved[name] = target.tensor.to(device) if is_elsewhere else target.tensor
         return moved[name]
 
     def install() -> None:

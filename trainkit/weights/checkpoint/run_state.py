@@ -24,7 +24,7 @@ from trainkit.parallel.parameters import (
 from trainkit.types import Axis, ParallelState, TrainState
 from trainkit.weights.checkpoint.boxes import shorten
 from trainkit.weights.checkpoint.component_trees import hash_states, merge_states
-from trainkit.weights.checkpoint.components import Components, read_components
+from trainkit.weights.checkpoint.components import Components, get_component_boxes, read_components
 from trainkit.weights.checkpoint.optimizer_internals import find_hidden_state
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -357,11 +357,13 @@ def hash_components(components: Components | None, axis: Axis, *, by: str) -> di
 
     def read() -> list[Any]:
         states = read_components(components, rank=axis.index, by=by)
-        tensors = {**states.replicated, **states.own}
+        boxes = get_component_boxes({**states.replicated, **states.sharded, **states.own})
         hashes = {
-            name: hash_tensor_box(name, x, shape=x.shape, offset=(0,) * x.dim())
-            for name, x in tensors.items()
-            if x.numel()
+            f"{name} {box.offset}": hash_tensor_box(
+                name, box.local, shape=x.shape, offset=box.offset
+            )
+            for name, (x, box) in boxes.items()
+            if box.local.numel()
         }
         return [states.trees, hashes]
 

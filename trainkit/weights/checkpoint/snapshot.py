@@ -146,11 +146,12 @@ def make_snapshot_taker(
         buffers = {f"model/{name}" for name in get_named_buffers(stages)}
         files, tensors = memory.fit(boxes, may_be_infinite=buffers)
         is_first = ps.world.index == 0
-        written = {**read.own, **(read.replicated if is_first else {})}
-        compared = {} if is_first else read.replicated
-        more, entries = component_memory.fit(get_component_boxes(written))
-        replicas, _ = replica_memory.fit(get_component_boxes(compared))
-        sources = boxes | get_component_boxes({**read.own, **read.replicated})
+        common = read.replicated if is_first else {}
+        written = get_component_boxes({**read.own, **read.sharded, **common})
+        compared = get_component_boxes({} if is_first else read.replicated)
+        more, entries = component_memory.fit(written)
+        replicas, _ = replica_memory.fit(compared)
+        sources = boxes | written | compared
         saved = [box for file in (*files, *more, *replicas) for box in file.boxes]
         _copy([sources[box.name][1].local for box in saved], [box.values for box in saved])
         states = optimizer_state(stages, optimizer)

@@ -309,11 +309,7 @@ def commit(snapshot: Snapshot, target: Destination) -> Path:
 
 def _merge_components(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the components of all ranks, after comparing those that must be equal."""
-    hashes = [
-        # Of a component every tensor is one box.
-        {key.partition(" ")[0]: x for key, x in (r["hashes"] | r["replicas"]).items()}
-        for r in reports
-    ]
+    hashes = [report["hashes"] | report["replicas"] for report in reports]
     return merge_states([r["components"] for r in reports], hashes, by="save_checkpoint")
 
 
