@@ -232,9 +232,10 @@ def test_state_hash_and_diff_cover_them(tmp_path, other):
     assert not any("model" in name for name in names)
 
 
-def test_an_export_and_an_evaluation_leave_them_out(tmp_path):
+def test_an_export_and_an_evaluation_leave_them_out(tmp_path, capsys):
     path = save_checkpoint(tmp_path / "run", *small_run(), components={"own": Own({"x": 1})})
     load_weights(path, small_run()[1])
+    assert capsys.readouterr() == ("", "")
     plain = save_checkpoint(tmp_path / "plain", *small_run())
     for i, x in enumerate((path, plain)):
         export_checkpoint(x, tmp_path / f"out{i}")
@@ -548,6 +549,9 @@ def save_on_two(folder):
                 with pytest.raises(ConfigError) as error:
                     function()
                 texts.append(str(error.value))
+        one_more = good if rank else good | {"more": Own(1)}
+        with pytest.raises(ConfigError, match=r"ranks 0 and 1 do not have the same components"):
+            resume(folder, state, other_stages, other_optimizer, ps, components=one_more, log=quiet)
         return loaded, texts, str(path)
 
 

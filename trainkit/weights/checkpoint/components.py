@@ -160,6 +160,34 @@ def read_components(components: Components | None, *, rank: int, by: str) -> Com
     return ComponentStates(trees, replicated, sharded, own.tensors)
 
 
+def check_components(components: Components | None, axis: Axis, *, by: str) -> None:
+    """Check that components can be saved, and that all ranks have components of the same names.
+
+    Raises:
+        ConfigError: On all ranks.
+
+    Effects:
+        Calls `state_dict` of each component; communicates on `axis`.
+
+    Examples:
+        >>> from trainkit.types import SOLO
+        >>> check_components({"layer": nn.Linear(1, 1)}, SOLO, by="resume")
+    """
+
+    def read() -> list[str]:
+        return sorted(read_components(components, rank=axis.index, by=by).trees)
+
+    by_rank = run_on_all_ranks(read, axis)
+    for rank, names in enumerate(by_rank):
+        if names != by_rank[0]:
+            raise ConfigError(
+                f"{by}: ranks 0 and {rank} do not have the same components: {by_rank[0]} and "
+                f"{names}",
+                where="components",
+                hint="give every rank the same names; Component(it, per_rank=True) may differ",
+            )
+
+
 @attrs.define(eq=False)
 class _Encoder:
     """Turns states into trees, and collects their tensors by name."""

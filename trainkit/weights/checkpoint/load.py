@@ -25,10 +25,10 @@ from trainkit.types import (
 from trainkit.weights.checkpoint.compare import Tolerance
 from trainkit.weights.checkpoint.components import (
     Components,
+    check_components,
     compare_components,
     get_device,
     install_components_,
-    read_components,
 )
 from trainkit.weights.checkpoint.facts import (
     Facts,
@@ -122,9 +122,7 @@ def resume(
     stages = modules_of(stages)
     check_allowed(rules)
     # Before the first step, not at the first save, hours later.
-    run_on_all_ranks(
-        lambda: list(read_components(components, rank=ps.world.index, by="resume").trees), ps.world
-    )
+    check_components(components, ps.world, by="resume")
     tolerance = Tolerance(optimizer=may_change_optimizer(rules), options=list_allowed_names(rules))
     run_dir = Path(run_dir)
     is_first = ps.world.index == 0
@@ -247,8 +245,8 @@ def load_checkpoint(
             messages,
             components,
             ranks=axis.count,
-            # Without the optimizer the state of the run is not wanted, only the weights.
-            is_whole=optimizer is not None,
+            # Without the optimizer the weights alone are wanted.
+            needs_components=bool(optimizer is not None or components),
         ),
         components=components,
         tolerance=Tolerance(
@@ -348,20 +346,23 @@ def _make_check(
     components: Components | None,
     *,
     ranks: int,
-    is_whole: bool = True,
+    needs_components: bool = True,
 ) -> Check:
     """Return a check of the saved facts and components; it puts allowed changes into `messages`."""
-    may_change = not is_whole or "components" in {*rules.allow, *list_allowed_names(rules)}
+    may_change = "components" in {*rules.allow, *list_allowed_names(rules)}
 
     def check(saved: Mapping[str, Any]) -> list[str]:
         # Facts of later phases may have changed: those at the saved batch are compared.
         live = facts_at(facts, saved["state"]["cursor"]["batch"])
         errors, allowed = compare_facts(saved["facts"], live, rules)
-        others, notes = compare_components(
-            saved.get("components", {}), components, ranks=ranks, may_change=may_change
-        )
-        messages[:] = allowed + notes
-        return errors + others
+        messages[:] = allowed
+        if needs_components:
+            found = compare_components(
+                saved.get("components", {}), components, ranks=ranks, may_change=may_change
+            )
+            errors += found[0]
+            messages.extend(found[1])
+        return errors
 
     return check
 
