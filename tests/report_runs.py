@@ -254,6 +254,11 @@ def make_layers(lines, *, layers=12, every=50):
     return found
 
 
+def hold_lock(folder):
+    """Let a run look as if a process of another host were at it."""
+    (folder / "lock").write_text('{"host": "elsewhere", "pid": 1}')
+
+
 def write_run(folder, lines, events, *, config=None, layers=(), final=False, tail=b""):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -292,6 +297,8 @@ def write_run(folder, lines, events, *, config=None, layers=(), final=False, tai
         "".join(f"{key} = {orjson.dumps(x).decode()}\n" for key, x in values.items())
     )
     (folder / "run.json").write_text('{"run": "cfe556", "parent": null}')
+    if not any(event["event"] == "end" for event in events):
+        hold_lock(folder)
     if final:
         (folder / "final.json").write_bytes(
             orjson.dumps({"step": lines[-1]["step"], "state_hash": "b1833bde"})
@@ -394,8 +401,13 @@ def healthy(
             "event": "control",
             "step": bad["step"] + 300,
             "request": "save",
+            "argument": None,
             "by": "ada",
+            "asked": bad["time"] + 298.5,
+            "done": bad["time"] + 300,
             "ranks": 16,
+            "verdict": "done",
+            "text": "a checkpoint is saved after this step",
         }
     )
     events.append(
@@ -463,7 +475,7 @@ def repeated(folder, count=200):
 def damaged(folder):
     """Lines that are cut, zeroed, no JSON, no objects, without steps, of other types."""
     lines = make_steps(30)
-    odd = [{"event": 7}, {"event": "save", "time": "now"}]
+    odd = [{"event": 7}, {"event": []}, {"event": "save", "time": "now"}]
     odd.append({"event": "start", "time": 1.0, "step": "x", "ranks": "many"})
     events = [*make_events(lines, last=30, every=10, end=False), *odd]
     lines[3] |= {"step": 4.0}

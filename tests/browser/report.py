@@ -306,10 +306,11 @@ def test_an_open_page_follows_a_run_until_it_ends(chromium, tmp_path):
     folder = tmp_path / "run"
     out = tmp_path / "report.html"
 
-    def write(count):
-        report_runs.write_run(folder, lines[:count], report_runs.make_events(lines[:1], last=400))
-        events = [{"time": lines[0]["time"], "event": "start", "step": 0, "ranks": 1, "last": 400}]
-        report_runs.write_lines(folder / "events.jsonl", events)
+    def write(count, *, ended=False):
+        events = report_runs.make_events(lines[:count], last=400, end=ended)
+        report_runs.write_run(folder, lines[:count], events)
+        if ended:
+            (folder / "lock").unlink()
         write_report([folder], out, refresh=2.5)  # longer than the drag below takes
 
     write(200)
@@ -327,8 +328,7 @@ def test_an_open_page_follows_a_run_until_it_ends(chromium, tmp_path):
         expect(page.locator("#smoothing")).to_have_value("6")
         expect(page.get_by_role("button", name="Show all")).to_be_visible()
         assert page.evaluate("scrollY") == 500
-        (folder / "final.json").write_text('{"step": 400}')
-        write(400)
+        write(400, ended=True)
         expect(page.locator(".pill")).to_have_text("finished")
         opened_at = page.evaluate("performance.timeOrigin")
         page.wait_for_timeout(4000)

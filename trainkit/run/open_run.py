@@ -1036,6 +1036,7 @@ class Loop:
         # An untrained model writes any byte, and some would garble a terminal.
         self._run.log(escape_control_characters(text))
         self._write_event("sample", step=state.step, text=text)
+        self._steering.note_sample()
 
     def result(self, metric: str) -> None:
         """Add an event "result": the first and the last value of an evaluation, as "eval/loss".

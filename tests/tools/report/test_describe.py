@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import report_runs
 
+from trainkit.run.status import RunStatus
 from trainkit.tools.report.describe import describe_run
-from trainkit.tools.report.read import read_run
+from trainkit.tools.report.read import RunFiles, read_run
 from trainkit.tools.report.thin import make_buckets, thin_axis, thin_values
 
 
-def describe(folder, now=0.0):
-    return describe_run(read_run(folder), now=now)
+def describe(folder):
+    return describe_run(read_run(folder))
 
 
 # ------------------------------------------------------------------------------------ thinning
@@ -104,31 +105,32 @@ def test_a_phase_that_a_line_lacks_took_no_time_and_other_values_are_gaps(tmp_pa
 # ------------------------------------------------------------------------------------ states
 
 
-def end(name, **facts):
-    return {"time": 9.0, "event": name, "step": 1, **facts}
-
-
 @pytest.mark.parametrize(
-    ("events", "kind", "text"),
+    ("state", "why", "kind", "text"),
     [
-        ([], "running", "running"),
-        ([end("end", failure="DataError")], "failed", "failed: DataError"),
-        ([end("stop", why="SIGTERM"), end("end", failure=None)], "stopped", "stopped: SIGTERM"),
-        ([end("end", failure=None)], "stopped", "ended before its last step"),
-        ([end("end", failure="DataError"), end("start", ranks=1)], "running", "running"),
+        ("running", None, "running", "running"),
+        ("ended", None, "finished", "finished"),
+        ("stopped", "SIGTERM on rank 0", "stopped", "stopped: SIGTERM on rank 0"),
+        ("died", "NumericsError", "failed", "failed: NumericsError"),
+        ("stale", "no sign of life for 3 min", "silent", "no sign of life for 3 min"),
+        ("unknown", "it has no events", "unknown", "unknown"),
     ],
 )
-def test_the_state_follows_from_the_last_start(tmp_path, events, kind, text):
-    run = read_run(report_runs.write_run(tmp_path, report_runs.make_steps(1), events))
-    page = describe_run(run, now=run.touched + 60)
-    assert page["state"] == {"kind": kind, "text": text}
+def test_every_state_of_a_run_has_words(tmp_path, state, why, kind, text):
+    status = RunStatus(path=tmp_path, state=state, why=why)
+    run = RunFiles(tmp_path, [{"step": 1, "loss": 1.0}], status=status)
+    assert describe_run(run)["state"] == {"kind": kind, "text": text}
 
 
-def test_a_run_that_writes_nothing_is_silent_after_two_minutes_or_twenty_steps(tmp_path):
-    run = read_run(report_runs.write_run(tmp_path, [{"step": 1, "seconds": 30.0}], []))
-    assert describe_run(run, now=run.touched + 599)["state"]["kind"] == "running"
-    state = describe_run(run, now=run.touched + 601)["state"]
-    assert state == {"kind": "silent", "text": "no sign of life for 10 min"}
+def test_the_state_is_that_of_the_directory(tmp_path):
+    assert describe(report_runs.healthy(tmp_path / "a", 40))["state"]["kind"] == "finished"
+    assert describe(report_runs.slow(tmp_path / "b", 40))["state"]["kind"] == "running"
+    assert describe(report_runs.diverging(tmp_path / "c", 40))["state"] == {
+        "kind": "failed",
+        "text": "failed: NumericsError",
+    }
+    starting = report_runs.write_run(tmp_path / "d", [], [])
+    assert describe(starting)["state"]["text"] == "starting"
 
 
 def test_a_run_without_a_line_has_a_page(tmp_path):
@@ -158,6 +160,8 @@ def test_events_are_in_words(tmp_path):
     assert by_kind["ranks"] == "8 ranks, then 16; 38 steps are repeated"
     assert by_kind["stop"] == "SIGTERM"
     assert by_kind["save"] == "step_00000400 · seconds 11.8 · blocked 0.4"
+    control = "save · a checkpoint is saved after this step · by ada · ranks 16 · verdict done"
+    assert by_kind["control"] == control
     assert by_kind["straggler"] == "rank 7 · seconds 0.61 · median 0.41"
 
 

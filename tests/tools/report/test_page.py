@@ -145,7 +145,9 @@ def test_follow_writes_anew_until_the_run_has_ended(tmp_path, monkeypatch):
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(line)
         if len(written) == 2:
-            (folder / "final.json").write_text("{}")
+            (folder / "lock").unlink()
+            with (folder / "events.jsonl").open("a") as file:
+                file.write('{"time": 9e9, "event": "end", "step": 42, "failure": null}\n')
 
     monkeypatch.setattr("time.sleep", go_on)
     assert main(["report", str(folder), "--follow"]) == 0
@@ -188,6 +190,6 @@ def test_the_command_needs_no_torch(tmp_path):
 
 def test_the_page_of_a_run_is_the_same_each_time(tmp_path):
     folder = report_runs.healthy(tmp_path / "run", 40)
-    run = report_page.describe_run(report_page.read_run(folder), now=0.0)
+    run = report_page.describe_run(report_page.read_run(folder))
     pages = {build_page([run], title="a", written=0.0) for _ in range(2)}
     assert len(pages) == 1

@@ -47,7 +47,8 @@ def add(report: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> tuple[Any, int]:
     """Write the page and return where it is, with the state of each run, and the exit code."""
-    from trainkit.tools.report import write_report  # noqa: PLC0415 (loads numba)
+    # Imported here: it loads numba.
+    from trainkit.tools.report.page import ENDED, write_report  # noqa: PLC0415
 
     if len({path.resolve() for path in options.run}) < len(options.run):
         raise ConfigError("report: a run is named twice; name each once", where="run")
@@ -61,7 +62,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         states = write_report(options.run, out, title=options.title, refresh=refresh)
         # A page of long runs takes seconds: most of the time is left to the training.
         pause = max(_INTERVAL, 10 * (time.monotonic() - begin))
-        ended = all(state["state"] in ("finished", "stopped", "failed") for state in states)
+        ended = all(state["state"] in ENDED for state in states)
         if not options.follow or ended:
             return {"page": str(out), "bytes": out.stat().st_size, "runs": states}, 0
         time.sleep(pause)

@@ -39,8 +39,9 @@ def make_axes(run: RunFiles) -> Axes:
     In a file without times, as older versions wrote it, seconds are the sum of those of the steps.
 
     Examples:
+        >>> from pathlib import Path
         >>> lines = [{"step": 5, "seconds": 2.0}, {"step": 6, "seconds": 3.0}]
-        >>> make_axes(RunFiles("runs/mine", lines, [], [], {}, None, 0.0, [])).seconds.tolist()
+        >>> make_axes(RunFiles(Path("runs/mine"), lines)).seconds.tolist()
         [2.0, 5.0]
     """
     # An evaluation of a step without a line, such as step 0, is no point of the curves.
@@ -75,8 +76,9 @@ def locate(axes: Axes, step: float | None, time: float | None = None) -> Positio
     """Return the place of something that happened at a step, at a Unix time, or both.
 
     Examples:
+        >>> from pathlib import Path
         >>> lines = [{"step": 1, "tokens_total": 8}, {"step": 3, "tokens_total": 24}]
-        >>> locate(make_axes(RunFiles("runs/mine", lines, [], [], {}, None, 0.0, [])), 2)
+        >>> locate(make_axes(RunFiles(Path("runs/mine"), lines)), 2)
         (2, 16.0, None)
     """
     after = None if time is None or axes.start is None else time - axes.start

@@ -64,10 +64,11 @@ def list_evaluations(metrics: Sequence[Line], axes: Axes) -> dict[str, dict[str,
     """Return the results of evaluations: for each name the positions `x` and the values `v`.
 
     Examples:
+        >>> from pathlib import Path
         >>> from trainkit.tools.report.axes import make_axes
         >>> from trainkit.tools.report.read import RunFiles
         >>> lines = [{"step": 1, "loss": 5.5, "eval/loss": 5.75}]
-        >>> axes = make_axes(RunFiles("runs/mine", lines, [], [], {}, None, 0.0, []))
+        >>> axes = make_axes(RunFiles(Path("runs/mine"), lines))
         >>> list_evaluations(lines, axes)
         {'eval/loss': {'x': [(1, None, None)], 'v': [5.75]}}
     """

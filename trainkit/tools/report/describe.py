@@ -29,12 +29,11 @@ from trainkit.tools.report.thin import make_buckets, thin_axis
 _MOST_BUCKETS = 2000  # of a curve, each with two points: more than a screen has pixels
 
 
-def describe_run(run: RunFiles, *, now: float) -> dict[str, Any]:
+def describe_run(run: RunFiles) -> dict[str, Any]:
     """Return what the page shows of a run, as plain values.
 
     Args:
         run: From `read_run`.
-        now: Unix seconds: a run that has not ended counts as running if it was written lately.
 
     Returns:
         JSON values: `name`, `path`, `state`, `numbers`, `facts`, `start`, `every` (lines that share
@@ -45,10 +44,10 @@ def describe_run(run: RunFiles, *, now: float) -> dict[str, Any]:
     Examples:
         >>> from pathlib import Path
         >>> lines = [{"step": 1, "loss": 5.5}, {"step": 2, "loss": 5.25}]
-        >>> run = RunFiles(Path("runs/mine"), lines, [], [], {}, None, 0.0, [])
-        >>> page = describe_run(run, now=60.0)
+        >>> run = RunFiles(Path("runs/mine"), lines)
+        >>> page = describe_run(run)
         >>> page["series"]["loss"], page["numbers"]["step"], page["state"]["kind"]
-        ({'v': [5.5, 5.25]}, 2, 'running')
+        ({'v': [5.5, 5.25]}, 2, 'unknown')
     """
     notes = list(run.notes)
     axes = make_axes(run)
@@ -60,7 +59,7 @@ def describe_run(run: RunFiles, *, now: float) -> dict[str, Any]:
     described: dict[str, Any] = {
         "name": limit_text(run.path.name),
         "path": limit_text(str(run.path)),
-        "state": describe_state(run, now=now),
+        "state": describe_state(run),
         "numbers": summarize(run),
         "facts": list_facts(run),
         "start": axes.start,

@@ -17,8 +17,9 @@ _MOST_SAMPLES = 60
 _KINDS = {"rolled back": "rollback", "apply": "spike"}
 _FREQUENT = {"save", "evaluation", "sample", "straggler", "rollout", "packing", "warning"}
 _NO_FACTS = {"time", "event", "step", "software", "operations"}  # they have places of their own
+_FIRST_MOMENT = 1e9  # Unix seconds of 2001
 _NO_VERSIONS = {"ranks", "device_indices"}  # of a host
-_LEADING = ("path", "reason", "why", "what", "prompt", "text")
+_LEADING = ("path", "request", "argument", "reason", "why", "what", "prompt", "text")
 _PACKING = ("rows", "tokens", "documents", "efficiency")
 
 
@@ -33,9 +34,10 @@ def describe_events(events: Sequence[Line], axes: Axes, notes: list[str]) -> lis
         notes: What is left out is appended.
 
     Examples:
+        >>> from pathlib import Path
         >>> from trainkit.tools.report.axes import make_axes
         >>> from trainkit.tools.report.read import RunFiles
-        >>> axes = make_axes(RunFiles("runs/mine", [], [], [], {}, None, 0.0, []))
+        >>> axes = make_axes(RunFiles(Path("runs/mine")))
         >>> starts = [
         ...     {"time": t, "event": "start", "step": 0, "ranks": n} for t, n in [(1, 8), (2, 6)]
         ... ]
@@ -110,8 +112,10 @@ def _describe_facts(event: Line) -> str:
     """Return the facts of an event as text: its reason or message first."""
     facts: Line = {}
     for name, value in event.items():
-        # An empty value, such as the error of a save that went well, says nothing.
-        if name not in _NO_FACTS and value is not None and value not in ("", [], {}):
+        # An empty value, such as the error of a save that went well, says nothing, and a second
+        # moment in Unix seconds is for programs: the event has its time already.
+        is_moment = isinstance(value, float) and value > _FIRST_MOMENT
+        if name not in _NO_FACTS and value not in (None, "", [], {}) and not is_moment:
             facts[name] = value
     if isinstance(facts.get("hosts"), list):  # what they are stands in the table of software
         hosts = [str(host.get("host")) for host in facts["hosts"] if isinstance(host, dict)]

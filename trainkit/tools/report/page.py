@@ -30,7 +30,8 @@ _SCRIPTS = (
     "panels",
     "start",
 )
-_ENDED = ("finished", "stopped", "failed")
+ENDED = ("finished", "stopped", "failed")
+"""The states of a run that does not go on."""
 
 
 def write_report(
@@ -64,19 +65,18 @@ def write_report(
         ...     _ = Path(folder, "metrics.jsonl").write_text('{"step":1,"loss":5.5}')
         ...     states = write_report([folder], f"{folder}/report.html")
         >>> states[0]["state"]
-        'running'
+        'unknown'
     """
-    now = time.time()  # one moment for all runs, or they would be of different age
-    runs = [describe_run(read_run(run_dir), now=now) for run_dir in run_dirs]
+    runs = [describe_run(read_run(run_dir)) for run_dir in run_dirs]
     names = name_apart([Path(run_dir).resolve() for run_dir in run_dirs])
     for run, name in zip(runs, names, strict=True):
         run["name"] = name
-    goes_on = any(run["state"]["kind"] not in _ENDED for run in runs)
+    goes_on = any(run["state"]["kind"] not in ENDED for run in runs)
     text = build_page(
         runs,
         title=title or (", ".join(names) if len(names) < 4 else f"{len(names)} runs"),
         refresh=refresh if goes_on else None,
-        written=now,
+        written=time.time(),
     )
     # Whole or not at all: the open page may load itself again at any moment.
     with atomic_write(Path(out), by="write_report") as file:

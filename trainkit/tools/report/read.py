@@ -13,6 +13,7 @@ import orjson
 
 from trainkit.files import convert_disk_errors
 from trainkit.run.sinks.jsonl import join_evaluations
+from trainkit.run.status import RunStatus, read_run_status
 from trainkit.types import DataError
 
 _FILES = ("metrics.jsonl", "events.jsonl", "layers.jsonl", "config.toml", "run.json", "final.json")
@@ -29,18 +30,17 @@ class RunFiles:
     """The files of a run directory, parsed.
 
     `metrics` has a line for each step, in rising order, with the evaluations as `eval/NAME`;
-    `events` and `layers` are in the order of the files. `touched` is the time at which one of its
-    files was written last, in Unix seconds. `notes` says what was left out, and why.
+    `events` and `layers` are in the order of the files. `status` is from `read_run_status`.
+    `notes` says what was left out, and why.
     """
 
     path: Path
-    metrics: list[Line]
-    events: list[Line]
-    layers: list[Line]
-    config: Mapping[str, Any]
-    final: Mapping[str, Any] | None
-    touched: float
-    notes: list[str]
+    metrics: list[Line] = attrs.field(factory=list)
+    events: list[Line] = attrs.field(factory=list)
+    layers: list[Line] = attrs.field(factory=list)
+    config: Mapping[str, Any] = attrs.field(factory=dict)
+    status: RunStatus | None = None
+    notes: list[str] = attrs.field(factory=list)
 
 
 def read_run(run_dir: str | Path) -> RunFiles:
@@ -72,8 +72,7 @@ def read_run(run_dir: str | Path) -> RunFiles:
             where=str(path),
         )
     # A wrong folder would give an empty page, which is no answer to a typing mistake.
-    present = [path / name for name in _FILES if (path / name).is_file()]
-    if not present:
+    if not any((path / name).is_file() for name in _FILES):
         raise DataError(
             f"read_run: {path} holds none of {', '.join(_FILES)}; pass the run directory itself",
             where=str(path),
@@ -81,16 +80,13 @@ def read_run(run_dir: str | Path) -> RunFiles:
     notes: list[str] = []
     lines = _keep_steps(_read_lines(path / "metrics.jsonl", notes), notes)
     events = _keep_events(_read_lines(path / "events.jsonl", notes), notes)
-    # Ranks that wait for a long step, or compile, still write these.
-    heartbeats = sorted((path / "ranks").glob("rank_*.json"))
     return RunFiles(
         path=path,
         metrics=join_evaluations(lines, events),
         events=events,
         layers=_read_lines(path / "layers.jsonl", notes),
         config=_read_config(path / "config.toml", notes),
-        final=_read_object(path / "final.json", notes),
-        touched=max(file.stat().st_mtime for file in [*present, *heartbeats]),
+        status=read_run_status(path),
         notes=notes,
     )
 
@@ -179,17 +175,6 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     except ValueError as error:  # DiskError, bad UTF-8 or bad TOML: a page without it is worth more
         notes.append(f"config.toml: left out ({error})")
         return {}
-
-
-def _read_object(path: Path, notes: list[str]) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    with convert_disk_errors(path, by="read_run"):
-        text = path.read_bytes()
-    if not _is_object(text):
-        notes.append(f"{path.name}: left out (no JSON object)")
-        return None
-    return orjson.loads(text)
 
 
 def _to_integer(value: Any) -> int | None:

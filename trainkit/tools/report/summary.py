@@ -21,43 +21,39 @@ from trainkit.types import Layout
 Cell = tuple[str, int, int]
 """A cell of a layout: its text, how many ranks it spans, its shade."""
 
-_SILENT_AFTER = 120.0  # seconds without a line, as long as a step is short
+# The states of `read_run_status` in the words of the page.
+_STATES = {
+    "running": "running",
+    "ended": "finished",
+    "stopped": "stopped",
+    "died": "failed",
+    "stale": "silent",
+}
 _RECENT = 100  # lines whose median is shown
 _LARGEST_WORLD = 1 << 31  # of ranks that a file may claim
 _MOST_RANKS = 64  # of a layout that is drawn rank by rank
 
 
-def describe_state(run: RunFiles, *, now: float) -> dict[str, str]:
-    """Return whether a run is running, finished, stopped, failed or silent, with a sentence.
-
-    Silent is a run that has written no end, and nothing for two minutes or twenty steps.
-
-    Args:
-        run: From `read_run`.
-        now: Unix seconds.
+def describe_state(run: RunFiles) -> dict[str, str]:
+    """Return whether a run is running, finished, stopped, failed, silent or unknown, and why.
 
     Examples:
-        >>> end = [{"time": 1.0, "event": "end", "failure": "DataError"}]
-        >>> describe_state(RunFiles("runs/mine", [], end, [], {}, None, 0.0, []), now=9.0)
+        >>> from pathlib import Path
+        >>> from trainkit.run.status import RunStatus
+        >>> path = Path("runs/mine")
+        >>> status = RunStatus(path=path, state="died", why="DataError")
+        >>> describe_state(RunFiles(path, status=status))
         {'kind': 'failed', 'text': 'failed: DataError'}
     """
-    if run.final is not None:
-        return {"kind": "finished", "text": "finished"}
-    since_start: list[Line] = []
-    for event in run.events:
-        since_start = [] if event["event"] == "start" else [*since_start[-9:], event]
-    last = {event["event"]: event for event in since_start}
-    if failure := last.get("end", {}).get("failure"):
-        return {"kind": "failed", "text": limit_text(f"failed: {failure}")}
-    if "stop" in last:
-        why = last["stop"].get("why") or last["stop"].get("reason")
-        return {"kind": "stopped", "text": limit_text(f"stopped: {why}")}
-    if "end" in last:
-        return {"kind": "stopped", "text": "ended before its last step"}
-    silence = now - run.touched
-    if silence > max(_SILENT_AFTER, 20 * (get_recent(run.metrics, "seconds") or 0.0)):
-        return {"kind": "silent", "text": f"no sign of life for {_format_duration(silence)}"}
-    return {"kind": "running", "text": "running" if run.metrics else "starting"}
+    status = run.status
+    if status is None or status.state == "unknown":
+        return {"kind": "unknown", "text": "unknown"}
+    if status.state == "running" and not run.metrics:
+        return {"kind": "running", "text": "starting"}
+    kind = _STATES[status.state]
+    reason = f": {status.why}" if status.why and kind in ("stopped", "failed") else ""
+    text = status.why if kind == "silent" and status.why else kind + reason
+    return {"kind": kind, "text": limit_text(text)}
 
 
 def summarize(run: RunFiles) -> dict[str, Any]:
@@ -224,10 +220,3 @@ def _draw_layout(layout: Layout) -> list[dict[str, Any]]:
     for name, numbers in leaves.items():
         rows.append({"name": name, "cells": [(str(n), 1, n) for n in numbers]})
     return rows
-
-
-def _format_duration(seconds: float) -> str:
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"

@@ -52,7 +52,7 @@ from trainkit.weights.checkpoint.run_id import find_saved_mark, fork_run, get_ru
 from trainkit.weights.checkpoint.safe_files import find_owner_problems, read_json
 from trainkit.weights.checkpoint.snapshot import describe_machine
 from trainkit.weights.checkpoint.staging import (
-    Check,
+    CheckFacts,
     Staged,
     count_messages,
     install_,
@@ -347,7 +347,7 @@ def _make_check(
     *,
     ranks: int,
     needs_components: bool = True,
-) -> Check:
+) -> CheckFacts:
     """Return a check of the saved facts and components; it puts allowed changes into `messages`."""
     may_change = "components" in {*rules.allow, *list_allowed_names(rules)}
 

@@ -30,9 +30,11 @@ function heatCard(spec) {
     const { x, end, rows, values, kind, format, groups } = spec.get();
     const width = Math.floor(canvas.parentNode.clientWidth);
     if (!width) return;
+    const isNarrow = width < 500;
+    const labels = isNarrow ? rows.map((name) => name.replace(/^layers\./, "")) : rows;
     const gutter = Math.min(
-      width < 500 ? 110 : 190,
-      14 + 6.2 * Math.max(...(groups || rows).map((name) => (name.label || name).length)),
+      isNarrow ? 110 : 190,
+      14 + 6.2 * Math.max(...(groups || labels).map((name) => (name.label || name).length)),
     );
     const size = Math.max(3, Math.min(20, (spec.height || 300) / rows.length));
     const height = Math.ceil(size * rows.length) + 22;
@@ -79,7 +81,7 @@ function heatCard(spec) {
     const every = Math.ceil(13 / size);
     const most = Math.floor((gutter - 10) / 6);
     if (!groups)
-      rows.forEach((name, row) => {
+      labels.forEach((name, row) => {
         if (row % every === 0)
           context.fillText(
             name.length > most ? `…${name.slice(1 - most)}` : name,
