@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
@@ -17,15 +17,13 @@ from torch import Tensor, nn
 
 from trainkit.collectives import run_on_all_ranks
 from trainkit.parallel.parameters import Box, get_local_box
-from trainkit.types import Axis, CheckpointError, ConfigError
+from trainkit.types import Axis, ConfigError
 from trainkit.weights.checkpoint.boxes import DTYPES, get_dtype_name
 from trainkit.weights.checkpoint.component_trees import (
     MAX_DEPTH,
     TENSORS,
     Tree,
-    decode_tree,
 )
-from trainkit.weights.checkpoint.reading import Target
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,99}")
 _MAX_VALUES = 100_000  # plain values of all components; a million would slow every save
@@ -153,7 +151,7 @@ def read_components(components: Components | None, *, rank: int, by: str) -> Com
             "tensors",
             where="components",
         )
-    sharded = {name: x for name, x in common.tensors.items() if _is_sharded(x)}
+    sharded = {name: x for name, x in common.tensors.items() if is_sharded(x)}
     replicated = {name: x for name, x in common.tensors.items() if name not in sharded}
     for name, tree in trees.items():
         tree["sharded"] = [x for x in sharded if x.startswith(f"{TENSORS}{name}/")]
@@ -232,7 +230,7 @@ class _Encoder:
     def _encode_tensor(self, x: Tensor, path: tuple[Any, ...], prefix: str) -> Tree:
         dtype = get_dtype_name(x.dtype)
         is_plain = type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided
-        if x.is_meta or not (is_plain or (self.may_be_sharded and _is_sharded(x))):
+        if x.is_meta or not (is_plain or (self.may_be_sharded and is_sharded(x))):
             what = "is a " + ("tensor without values" if x.is_meta else f"`{type(x).__name__}`")
             raise self._refuse(path, f"{what}; give a plain tensor: of a shard to_local()")
         if dtype not in DTYPES or x.is_quantized:
@@ -272,7 +270,13 @@ class _Encoder:
         )
 
 
-def _is_sharded(x: Tensor) -> bool:
+def is_sharded(x: Tensor) -> bool:
+    """Return whether a tensor is a DTensor whose shards a checkpoint can hold.
+
+    Examples:
+        >>> is_sharded(torch.ones(1))
+        False
+    """
     placements = getattr(x, "placements", None)
     return placements is not None and all(p.is_shard() or p.is_replicate() for p in placements)
 
@@ -292,167 +296,3 @@ def get_component_boxes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor
     """Return the boxes of tensors of components that this rank writes, each after its tensor."""
     boxes = {name: (x, get_local_box(x)) for name, x in tensors.items()}
     return {name: (x, box) for name, (x, box) in boxes.items() if box.writes}
-
-
-# ---------------------------------------------------------------------------------------- comparing
-
-
-def compare_components(
-    saved: Mapping[str, Any],
-    components: Components | None,
-    *,
-    ranks: int,
-    may_change: bool,
-) -> tuple[list[str], list[str]]:
-    """Return where the components of a checkpoint and of the run differ: errors, and messages.
-
-    Args:
-        saved: The "components" of its `state.json`.
-        components: The run's.
-        ranks: How many ranks the run has.
-        may_change: The user allows components that only one of them has.
-
-    Examples:
-        >>> compare_components({}, {"layer": nn.Linear(1, 1)}, ranks=1, may_change=True)
-        ([], ['the checkpoint has no component layer: it stays as it is'])
-    """
-    errors: list[str] = []
-    messages: list[str] = []
-    allow = "(--allow-change components resumes without it)"
-    live = get_components(components, by="resume")
-    for name, component in live.items():
-        if name not in saved:
-            if may_change or not component.required:
-                messages.append(f"the checkpoint has no component {name}: it stays as it is")
-            else:
-                errors.append(f"the component {name} is missing in the checkpoint {allow}")
-        elif saved[name]["per_rank"] != component.per_rank:
-            kinds = ("equal on all ranks", "of each rank")
-            errors.append(
-                f"the component {name} was saved as {kinds[saved[name]['per_rank']]}, the run has "
-                f"it as {kinds[component.per_rank]}"
-            )
-        elif component.per_rank and len(saved[name]["states"]) != ranks:
-            errors.append(
-                f"the component {name} was saved by each of {len(saved[name]['states'])} ranks, "
-                f"the run has {ranks}: resume with as many ranks"
-            )
-    for name in sorted(saved.keys() - live.keys()):
-        if may_change:
-            messages.append(f"the component {name} of the checkpoint is left out")
-        else:
-            errors.append(f"the component {name} is left over {allow}")
-    return errors, messages
-
-
-# ------------------------------------------------------------------------------------------ loading
-
-
-def _select_tree(saved: Mapping[str, Any], rank: int) -> Tree:
-    return saved["states"][rank if saved["per_rank"] else 0]
-
-
-def make_component_targets(
-    saved: Mapping[str, Any],
-    index: Mapping[str, Any],
-    components: Components | None,
-    *,
-    rank: int,
-) -> dict[str, Target]:
-    """Allocate the tensors of components that a rank loads, in host memory.
-
-    Where the run's own component has a DTensor of the same name, one like it is loaded.
-
-    Args:
-        saved: The "components" of a `state.json`, which have been checked.
-        index: The checked entries of the checkpoint's index.
-        components: The run's.
-        rank: This rank.
-    """
-    targets: dict[str, Target] = {}
-    live = read_components(components, rank=rank, by="resume").sharded
-
-    def allocate(described: Mapping[str, Any]) -> None:
-        name = described["$tensor"]
-        if name not in targets:  # shared ones are read once
-            entry = index[name]
-            dtype = getattr(torch, entry["dtype"])
-            if name in live and list(live[name].shape) == entry["shape"]:
-                x = torch.empty_like(live[name], dtype=dtype)  # with the placements of the run
-            else:
-                x = torch.empty(entry["shape"], dtype=dtype)
-            box = get_local_box(x)
-            # Read in host memory, wherever the shard is.
-            out = (
-                box.local
-                if box.local.device.type == "cpu"
-                else torch.empty_like(box.local, device="cpu")
-            )
-            targets[name] = Target(name, x, box, out)
-
-    for name in components or {}:
-        # Another number of ranks is an error that `compare_components` reports.
-        if name in saved and not (saved[name]["per_rank"] and rank >= len(saved[name]["states"])):
-            decode_tree(_select_tree(saved[name], rank), allocate)
-    return targets
-
-
-def install_components_(
-    saved: Mapping[str, Any],
-    targets: Mapping[str, Target],
-    components: Components | None,
-    *,
-    device: torch.device,
-    axis: Axis,
-) -> None:
-    """Load the saved states into the components.
-
-    Args:
-        saved: The "components" of a `state.json`.
-        targets: The tensors that were read.
-        components: The run's.
-        device: Where tensors go that were not in host memory when they were saved.
-        axis: The ranks that load.
-
-    Raises:
-        CheckpointError: A component does not take its state.
-
-    Effects:
-        Calls `load_state_dict` of each component; communicates on `axis`, if there are components.
-    """
-    moved: dict[str, Tensor] = {}
-
-    def get_tensor(described: Mapping[str, Any]) -> Tensor:
-        name = described["$tensor"]
-        if name not in moved:
-            target = targets[name]
-            if target.out is not target.box.local:
-                target.box.local.copy_(target.out)
-            is_elsewhere = described["on"] == "device" and not _is_sharded(target.tensor)
-            moved[name] = target.tensor.to(device) if is_elsewhere else target.tensor
-        return moved[name]
-
-    def install() -> None:
-        for name, component in get_components(components, by="resume").items():
-            if name not in saved:
-                continue
-            state = decode_tree(_select_tree(saved[name], axis.index), get_tensor)
-            try:
-                component.state.load_state_dict(state)
-            except Exception as error:
-                raise CheckpointError(
-                    f"resume: the component {name} does not take its saved state: "
-                    f"{type(error).__name__}: {error}",
-                    where=f"components.{name}",
-                    hint="load_state_dict must take what state_dict returned when it was saved",
-                ) from error
-
-    if components:
-        run_on_all_ranks(install, axis)
-
-
-def get_device(stages: Sequence[nn.Module]) -> torch.device:
-    """Return the device of the first parameter of some stages; the CPU if there is none."""
-    parameters = (p for stage in stages for p in stage.parameters())
-    first = next(parameters, None)
-    return torch.device("cpu") if first is None else first.device

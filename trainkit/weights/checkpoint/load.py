@@ -23,13 +23,7 @@ from trainkit.types import (
     log_warning,
 )
 from trainkit.weights.checkpoint.compare import Tolerance
-from trainkit.weights.checkpoint.components import (
-    Components,
-    check_components,
-    compare_components,
-    get_device,
-    install_components_,
-)
+from trainkit.weights.checkpoint.components import Components, check_components
 from trainkit.weights.checkpoint.facts import (
     Facts,
     ResumeRules,
@@ -39,6 +33,11 @@ from trainkit.weights.checkpoint.facts import (
     facts_at,
     list_allowed_names,
     may_change_optimizer,
+)
+from trainkit.weights.checkpoint.load_components import (
+    compare_components,
+    get_device,
+    install_components_,
 )
 from trainkit.weights.checkpoint.manifest import (
     clear_directory,

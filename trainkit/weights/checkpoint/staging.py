@@ -21,7 +21,8 @@ from trainkit.types import Axis, CheckpointError, Cursor, TrainState
 from trainkit.weights.checkpoint import compare
 from trainkit.weights.checkpoint.boxes import find_index_problems, shorten
 from trainkit.weights.checkpoint.component_trees import TENSORS, find_state_problems
-from trainkit.weights.checkpoint.components import Components, make_component_targets
+from trainkit.weights.checkpoint.components import Components
+from trainkit.weights.checkpoint.load_components import make_component_targets
 from trainkit.weights.checkpoint.load_targets import (
     allocate_buffers,
     get_saved_name,
