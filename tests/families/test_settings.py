@@ -55,6 +55,9 @@ SKIPPED = {
     "models.ExpertMlp": "a module of a decoder, whose Experts are tried",
     "models.Router": "a module of a decoder, whose Experts are tried",
     "models.make_norm": "a module of a decoder, whose DecoderConfig is tried",
+    "schedules.Interval": "a record; parse_interval makes it, and options check it",
+    "schedules.Counters": "a record of a run's counters",
+    "schedules.parse_interval": "its number is the interval, any whole number of steps",
     "losses.make_vocabulary_axis": "its number is a dimension of the tensor",
 }
 """Functions that are not tried, and why."""

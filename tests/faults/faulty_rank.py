@@ -169,6 +169,8 @@ def stop_alone(_):
     """Remove a protection: a rank that is stopped does not agree with the others."""
     run = importlib.import_module("trainkit.run.open_run")  # the module, not its function
 
+    from trainkit.run.signals import Vote
+
     @contextlib.contextmanager
     def step_votes(stop_reason, *_, **__):
         yield lambda: Vote(stop_reason())
@@ -179,6 +181,8 @@ def stop_alone(_):
 def deaf(_):
     """Remove a protection: no step checks whether to stop."""
     run = importlib.import_module("trainkit.run.open_run")  # the module, not its function
+
+    from trainkit.run.signals import Vote
 
     run.open_step_vote = lambda *_, **__: contextlib.nullcontext(lambda: Vote(None))
 

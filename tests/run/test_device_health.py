@@ -83,7 +83,10 @@ def test_a_gpu_is_read_through_nvml(recorded, signs):
     ("text", "version"),
     [
         ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 16", "570.86.15"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  575.51.03  Release", "575.51.03"),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  575.51.03  Release",
+            "575.51.03",
+        ),
         ("something else", None),
     ],
 )

@@ -234,7 +234,9 @@ def _find_first_tensor(report: Mapping[str, Any]) -> dict[str, Any]:
         "first": first,
         "tensors": len(names),
         "relative": report["values"].get(first, {}).get("relative"),
-        "counters": report["state"],
+        # What components hold beside tensors is counters of the user's own.
+        "counters": report["state"]
+        | {f"components/{x}": y for x, y in report["components"].items()},
     }
 
 

@@ -97,6 +97,7 @@ from trainkit.types import (
     TrainState,
 )
 from trainkit.weights import checkpoint
+from trainkit.weights.checkpoint.components import Components
 from trainkit.weights.checkpoint.emergency_save import UnsavedState
 from trainkit.weights.checkpoint.facts import Facts
 from trainkit.weights.checkpoint.guard import Guard
@@ -290,6 +291,9 @@ class Run:
     facts: Facts | None = None
     """What checkpoints store, and what a resumed run has to agree with; `resume` sets it."""
 
+    components: Components | None = None
+    """Objects of the user's own whose state is saved with the run; `resume` sets it."""
+
     resume_messages: list[str] = attrs.field(factory=list)
     """What `resume` logged."""
 
@@ -356,6 +360,7 @@ class Run:
         template: str | None = None,
         facts: Facts | None = None,
         rules: checkpoint.ResumeRules | None = None,
+        components: Components | None = None,
     ) -> TrainState:
         """Resume from the last checkpoint, or start from scratch, and return the counters.
 
@@ -380,6 +385,12 @@ class Run:
             template: The name of the chat template.
             facts: Other facts by name, or a function that returns them.
             rules: Which facts may change; by default those of the fields of `config`.
+            components: Objects of your own that belong to the run, by name: anything with
+                `state_dict` and `load_state_dict`, or a `checkpoint.Component`. They are loaded
+                here and by a roll-back, saved by the loop, and part of the hash in final.json.
+
+        Raises:
+            ConfigError: A component holds what no checkpoint can.
 
         Effects:
             Writes parameters, optimizer state and the run directory; communicates on all axes.
@@ -397,6 +408,7 @@ class Run:
             facts=facts,
         )
         self.facts = self._add_start(gathered, first, stages)
+        self.components = components
         if rules is None and config is not None:
             rules = make_resume_rules(config, allow=_NAMES_ONLY)
         rules = rules or checkpoint.ResumeRules()
@@ -410,9 +422,12 @@ class Run:
             self.ps,
             request=request,
             facts=self.facts,
-            rules=attrs.evolve(rules, allow=(*rules.allow, _SOFTWARE)),
+            rules=attrs.evolve(
+                rules, allow=(*rules.allow, _SOFTWARE), ask=(*rules.ask, "components")
+            ),
             # Collected, because the event "resume" has the messages too.
             log=self.resume_messages.append,
+            components=components,
         )
         self.log("\n".join(self.resume_messages) or "starting from scratch")
         self._write_config()
@@ -558,7 +573,9 @@ class Run:
             return self.stop_code
         self.phase("the end", allow=self.timeouts.start_timeout)
         # All ranks take part in this; the files below are those of the first.
-        write_final(self.dir, state, modules_of(stages), optimizer, self.ps)
+        write_final(
+            self.dir, state, modules_of(stages), optimizer, self.ps, components=self.components
+        )
         if self.ps.world.index == 0:
             metrics = self.dir / "metrics.jsonl"
             picture = self.dir / "loss.png"
@@ -758,6 +775,7 @@ class Loop:
             log=run.log,
             get_unsaved=self._find_unsaved,
             progress=run.progress,
+            components=run.components,
         )
 
     def _write_saver_event(self, name: str, **facts: Any) -> None:
@@ -834,7 +852,7 @@ class Loop:
             return self._set_current(state)
         run = self._run
         if is_first:  # a save that cannot succeed is refused here, not many steps later
-            check_savable(state, self._stages, self._optimizer, run.ps)
+            check_savable(state, self._stages, self._optimizer, run.ps, run.components)
         self._pending.append((state, metrics))
         # Also after a roll-back, to an earlier step.
         if self._read_step is None or not 0 <= state.step - self._read_step < _READ_EVERY:
@@ -1141,6 +1159,13 @@ class Loop:
         """
         state = self._current
         if state is None or isinstance(error, NumericsError) or self._is_saved(state.step):
+            return None
+        if self._run.components:
+            # Nothing shows whether they have moved on: a sampler has with the batch of the step.
+            print_warning(
+                f"step {state.step} is not saved after the error: the components "
+                f"{', '.join(self._run.components)} may already have the state of a later step"
+            )
             return None
         after_peer_error = is_echo(error) or isinstance(error, PeerError)
         if self._optimizer_steps != self._optimizer_steps_of_current:

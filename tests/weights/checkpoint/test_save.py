@@ -467,7 +467,15 @@ def fails_unseen(run_dir):
         write._read_report = lambda path: (
             orjson.loads(path.read_bytes())
             if path.exists()
-            else {"tensors": {}, "scalars": {}, "untouched": [], "files": {}, "hashes": {}}
+            else {
+                "tensors": {},
+                "scalars": {},
+                "untouched": [],
+                "files": {},
+                "hashes": {},
+                "components": {},
+                "replicas": {},
+            }
         )
         write.suppress = None
         unlink = Path.unlink

@@ -1,4 +1,5 @@
 # The table of contents, which __init__.py loads lazily: torch is not needed for all of it.
+from .components import Component as Component
 from .export import export_checkpoint as export_checkpoint
 from .export import save_tensors as save_tensors
 from .facts import ResumeRules as ResumeRules

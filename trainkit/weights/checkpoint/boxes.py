@@ -36,8 +36,8 @@ DTYPES = {
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 """The dtypes that weights may have and be cast to."""
 
-# "model/NAME" or "optimizer/KEY/NAME".
-_TENSOR_NAME = re.compile("model/.+|optimizer/.*/.*")
+# "model/NAME", "optimizer/KEY/NAME" or "components/COMPONENT/KEY".
+_TENSOR_NAME = re.compile("model/.+|optimizer/.*/.*|components/.+")
 _MAX_DIMS = 16
 _MAX_ELEMENTS = 2**53
 _MAX_PROBLEMS = 10

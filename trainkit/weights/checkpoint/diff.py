@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from trainkit.weights.checkpoint.component_trees import list_states
 from trainkit.weights.checkpoint.export import split_into_row_boxes
 from trainkit.weights.checkpoint.manifest import check_not_deleted
 from trainkit.weights.checkpoint.safe_files import read_json
@@ -26,7 +27,8 @@ def diff_checkpoints(a: Path | str, b: Path | str, *, values: bool = False) -> d
         values: Also compare the numbers. This reads all of both, and needs torch.
 
     Returns:
-        {"same", "tensors", "state", "facts", "config", "optimizer", "layout", "manifest"}.
+        {"same", "tensors", "state", "components", "facts", "config", "optimizer", "layout",
+        "manifest"}.
         "tensors" has "only_a", "only_b" and "dtype_or_shape". The others are {name: [in
         a, in b]} of the values that differ, names joined by dots. "bytes" is whether the tensors of
         both have the same bytes: True, False, or None when only the values could show it. With
@@ -67,6 +69,13 @@ def diff_checkpoints(a: Path | str, b: Path | str, *, values: bool = False) -> d
     }
     for part in ("state", "facts", "optimizer", "layout"):
         report[part] = diff_tables(saved[0].get(part), saved[1].get(part))
+    # By their paths, as "ema/decay"; of a tensor the name, dtype and shape.
+    states = [list_states(read.get("components", {})) for read in saved]
+    report["components"] = {
+        name: [x.get(name) for x in states]
+        for name in sorted(states[0].keys() | states[1].keys())[:_MAX_ENTRIES]
+        if states[0].get(name, states) != states[1].get(name, states)
+    }
     report["config"] = diff_tables(manifests[0].get("config"), manifests[1].get("config"))
     origins = [
         {name: manifest.get(name) for name in ("run", "version", "step", "parent")}
@@ -82,7 +91,12 @@ def diff_checkpoints(a: Path | str, b: Path | str, *, values: bool = False) -> d
         }
         report["values"] = {name: gap for name, gap in compared.items() if gap["unequal"]}
         report["bytes"] = not report["values"]
-    is_unequal = any(report["tensors"].values()) or report["state"] or report["bytes"] is False
+    is_unequal = (
+        any(report["tensors"].values())
+        or report["state"]
+        or report["components"]
+        or report["bytes"] is False
+    )
     # Nothing that was compared differs, but the bytes could not be compared.
     is_unknown = report["bytes"] is None and not is_unequal
     report["same"] = None if is_unknown else not is_unequal
@@ -130,7 +144,7 @@ def _have_same_bytes(
         {
             name: file["sha256"]
             for name, file in manifest["files"].items()
-            if name.startswith("rank_")
+            if name.endswith(".safetensors")
         }
         for manifest in manifests
     ]

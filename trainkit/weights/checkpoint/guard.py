@@ -19,6 +19,7 @@ from trainkit.health import Action, HealthState, Policy, judge_step, make_stop_e
 from trainkit.parallel.parameters import modules_of
 from trainkit.types import (
     CheckpointError,
+    ConfigError,
     ForwardBackward,
     Log,
     NumericsError,
@@ -27,6 +28,7 @@ from trainkit.types import (
     TrainState,
     log_warning,
 )
+from trainkit.weights.checkpoint.components import Components
 from trainkit.weights.checkpoint.emergency_save import UnsavedState
 from trainkit.weights.checkpoint.facts import Facts
 from trainkit.weights.checkpoint.replica_check import (
@@ -76,6 +78,7 @@ def open_guarded_saver(
     before_commit: Callable[[], None] | None = None,
     get_unsaved: Callable[[BaseException], UnsavedState | None] | None = None,
     progress: SaveProgress | None = None,
+    components: Components | None = None,
 ) -> Iterator[tuple[Save, Guard]]:
     """Yield `(save, guard)`: `open_saver` and `make_guard` of one run.
 
@@ -96,6 +99,7 @@ def open_guarded_saver(
         before_commit: As for `open_saver`.
         get_unsaved: As for `open_saver`.
         progress: As for `open_saver`.
+        components: As for `open_saver`; a roll-back loads them again.
 
     Raises:
         DiskError: On leaving: the last save could not be written.
@@ -119,6 +123,7 @@ def open_guarded_saver(
         event=event,
         get_unsaved=get_unsaved,
         progress=progress,
+        components=components,
     ) as (save, collect_saves):
         guard = make_guard(
             run_dir,
@@ -132,6 +137,7 @@ def open_guarded_saver(
             log=log,
             facts=facts,
             config=config,
+            components=components,
         )
         yield _skip_duplicate_saves(save, guard)
         collect_saves(wait=True)  # writes the event of the last save
@@ -175,6 +181,7 @@ def make_guard(
     log: Log = log_warning,
     facts: Facts | None = None,
     config: Mapping[str, Any] | None = None,
+    components: Components | None = None,
 ) -> Guard:
     """Return `guard(state, record, batch)`, which reports, rolls back or ends a run by a policy.
 
@@ -198,6 +205,7 @@ def make_guard(
         log: Called on rank 0 with what was bad in a step, and what a roll-back did.
         facts: As for `save_checkpoint`, for the checkpoint of a roll-back.
         config: Likewise.
+        components: Objects whose state a roll-back loads too; see `resume`.
 
     Returns:
         A function of the state after a step, of its record (`loss`, `grad_norm`, `tokens` and
@@ -207,6 +215,7 @@ def make_guard(
     Raises:
         NumericsError: From `guard`: the roll-backs are used up, there is no checkpoint to roll back
             to, or replicas differ.
+        ConfigError: From `guard`: a save has failed because of a component.
 
     Effects:
         `guard` may write parameters, optimizer state and checkpoints. It communicates on `ps.world`
@@ -232,6 +241,7 @@ def make_guard(
             facts=facts,
             config=config,
             log=log,
+            components=components,
         ),
         # By default a part every 10 steps, and all of the state within 100.
         check_replicas=make_replica_check(stages, optimizer, ps),
@@ -267,7 +277,12 @@ class _Guard:
         if action.reason:
             self._report(state.step, action, record, batch)
         # A save hashes and checks all of the state, so it may find what the step's numbers hid.
-        bad = [save for save in self.collect_saves() if isinstance(save.error, NumericsError)]
+        finished = self.collect_saves()
+        # No later save would succeed either: a component differs, or holds what no file can.
+        for save in finished:
+            if isinstance(save.error, ConfigError):
+                raise save.error
+        bad = [save for save in finished if isinstance(save.error, NumericsError)]
         # The saved state is bad, so the last good step is one before it, or earlier.
         if bad and action.kind not in ("rollback", "stop"):
             action = Action("rollback", str(bad[0].error), before=bad[0].step - 1)

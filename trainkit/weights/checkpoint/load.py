@@ -23,6 +23,7 @@ from trainkit.types import (
     log_warning,
 )
 from trainkit.weights.checkpoint.compare import Tolerance
+from trainkit.weights.checkpoint.components import Components, check_components
 from trainkit.weights.checkpoint.facts import (
     Facts,
     ResumeRules,
@@ -32,6 +33,11 @@ from trainkit.weights.checkpoint.facts import (
     facts_at,
     list_allowed_names,
     may_change_optimizer,
+)
+from trainkit.weights.checkpoint.load_components import (
+    compare_components,
+    get_device,
+    install_components_,
 )
 from trainkit.weights.checkpoint.manifest import (
     clear_directory,
@@ -46,6 +52,7 @@ from trainkit.weights.checkpoint.safe_files import find_owner_problems, read_jso
 from trainkit.weights.checkpoint.snapshot import describe_machine
 from trainkit.weights.checkpoint.staging import (
     CheckFacts,
+    Staged,
     count_messages,
     install_,
     stage_checkpoint,
@@ -66,6 +73,7 @@ def resume(
     rules: ResumeRules = _NO_RULES,
     strict_owner: bool = False,
     log: Log = log_warning,
+    components: Components | None = None,
 ) -> TrainState:
     """Resume a run from one of its checkpoints, written in any layout.
 
@@ -93,6 +101,9 @@ def resume(
         strict_owner: Raise for a checkpoint that other users own or can write; by default that is
             only logged.
         log: Called on rank 0 with what was skipped, taken, changed and moved.
+        components: Objects whose state is loaded too, by name: anything with `state_dict` and
+            `load_state_dict`, or a `Component`. If "components" may change by `rules`, only those
+            that the checkpoint has are loaded, and its others are left out.
 
     Returns:
         The counters of the checkpoint.
@@ -100,7 +111,8 @@ def resume(
     Raises:
         CheckpointError: There are checkpoints and none verifies, or none is left of a run that has
             saved; the checkpoint is of another run, or does not fit this one.
-        ConfigError: The ranks do not agree on `facts`, or a fact that is allowed to change cannot.
+        ConfigError: The ranks do not agree on `facts`, a fact that is allowed to change cannot, or
+            a component has a state that no checkpoint can hold.
 
     Effects:
         Writes parameters and optimizer state, on all ranks or on none, after everything has been
@@ -108,6 +120,8 @@ def resume(
     """
     stages = modules_of(stages)
     check_allowed(rules)
+    # Before the first step, not at the first save, hours later.
+    check_components(components, ps.world, by="resume")
     tolerance = Tolerance(optimizer=may_change_optimizer(rules), options=list_allowed_names(rules))
     run_dir = Path(run_dir)
     is_first = ps.world.index == 0
@@ -139,12 +153,16 @@ def resume(
             stages,
             optimizer,
             axis=ps.world,
-            check=_make_fact_check(facts, rules, messages),
+            check=_make_check(facts, rules, messages, components, ranks=ps.world.count),
             tolerance=tolerance,
+            components=components,
         )
         if not staged.problems:
             break
         _skip(path, staged.problems, request, skipped, log)
+
+    # Their own code may fail: before anything else of the run is written.
+    _install_components(staged, components, stages, ps.world)
 
     # The last step that may fail: everything has been read, and nothing of the run is written yet.
     def accept() -> None:
@@ -176,6 +194,7 @@ def load_checkpoint(
     cast: Sequence[str] = (),
     axis: Axis = SOLO,
     log: Log = log_warning,
+    components: Components | None = None,
 ) -> TrainState:
     """Verify one checkpoint and load it into stages and their optimizer.
 
@@ -194,6 +213,7 @@ def load_checkpoint(
         cast: Parameters that may be stored in another floating dtype.
         axis: All ranks that load it, `ps.world`: if one fails, none changes anything.
         log: Called on the first rank with each change that `rules` allow.
+        components: Objects whose state is loaded too; see `resume`.
 
     Returns:
         The counters of the checkpoint.
@@ -218,7 +238,16 @@ def load_checkpoint(
         stages,
         optimizer,
         axis=axis,
-        check=_make_fact_check(facts, rules, messages),
+        check=_make_check(
+            facts,
+            rules,
+            messages,
+            components,
+            ranks=axis.count,
+            # Without the optimizer the weights alone are wanted.
+            needs_components=bool(optimizer is not None or components),
+        ),
+        components=components,
         tolerance=Tolerance(
             missing=allow_missing,
             extra=allow_extra,
@@ -230,6 +259,7 @@ def load_checkpoint(
     # There is no other to fall back on: this one was requested by its path.
     if staged.problems:
         raise damage_error(path, staged.problems)
+    _install_components(staged, components, stages, axis)
     if axis.index == 0:
         for message in (*messages, *count_messages(staged.changes)):
             log(message)
@@ -308,17 +338,47 @@ def _read_outline(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _make_fact_check(facts: Facts | None, rules: ResumeRules, messages: list[str]) -> CheckFacts:
-    """Return a check of the saved facts; it puts changes that are allowed into `messages`."""
+def _make_check(
+    facts: Facts | None,
+    rules: ResumeRules,
+    messages: list[str],
+    components: Components | None,
+    *,
+    ranks: int,
+    needs_components: bool = True,
+) -> CheckFacts:
+    """Return a check of the saved facts and components; it puts allowed changes into `messages`."""
+    may_change = "components" in {*rules.allow, *list_allowed_names(rules)}
 
     def check(saved: Mapping[str, Any]) -> list[str]:
         # Facts of later phases may have changed: those at the saved batch are compared.
         live = facts_at(facts, saved["state"]["cursor"]["batch"])
         errors, allowed = compare_facts(saved["facts"], live, rules)
         messages[:] = allowed
+        if needs_components:
+            found = compare_components(
+                saved.get("components", {}), components, ranks=ranks, may_change=may_change
+            )
+            errors += found[0]
+            messages.extend(found[1])
         return errors
 
     return check
+
+
+def _install_components(
+    staged: Staged,
+    components: Components | None,
+    stages: Sequence[nn.Module],
+    axis: Axis,
+) -> None:
+    install_components_(
+        staged.saved.get("components", {}),
+        staged.components,
+        components,
+        device=get_device(stages),
+        axis=axis,
+    )
 
 
 # ----------------------------------------------------------------------------------------- choosing

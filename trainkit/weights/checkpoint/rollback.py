@@ -24,6 +24,7 @@ from trainkit.types import (
     TrainState,
     log_warning,
 )
+from trainkit.weights.checkpoint.components import Components
 from trainkit.weights.checkpoint.facts import Facts, ResumeRules
 from trainkit.weights.checkpoint.load import load_checkpoint
 from trainkit.weights.checkpoint.manifest import (
@@ -47,6 +48,7 @@ def roll_back(
     facts: Facts | None = None,
     config: Mapping[str, Any] | None = None,
     log: Log = log_warning,
+    components: Components | None = None,
 ) -> TrainState:
     """Load the newest checkpoint before the numbers went bad, and continue with the data after.
 
@@ -65,6 +67,7 @@ def roll_back(
         facts: As for `save_checkpoint`. They are not compared with the loaded checkpoint.
         config: As for `save_checkpoint`.
         log: Called on rank 0 with what was done.
+        components: Objects whose state goes back too; see `resume`.
 
     Returns:
         The counters to continue with; see `health.restore_health` for their health.
@@ -103,10 +106,11 @@ def roll_back(
         chosen,
         stages,
         optimizer,
-        # The checkpoint may be older than a change of the optimizer that the user allowed then.
-        rules=ResumeRules(allow=("optimizer",)),
+        # The checkpoint may be older than a change of these that the user allowed then.
+        rules=ResumeRules(allow=("optimizer", "components")),
         axis=ps.world,
         log=log,
+        components=components,
     )
     health = restore_health(loaded.health, live)
     rolled_back = attrs.evolve(loaded, cursor=state.cursor, health=health)
@@ -122,7 +126,16 @@ def roll_back(
 
     run_on_all_ranks(move_branch, ps.world)
     # At once: a run that is killed now must not resume before the bad batches again.
-    save_checkpoint(run_dir, rolled_back, stages, optimizer, ps, facts=facts, config=config)
+    save_checkpoint(
+        run_dir,
+        rolled_back,
+        stages,
+        optimizer,
+        ps,
+        facts=facts,
+        config=config,
+        components=components,
+    )
     return rolled_back
 
 

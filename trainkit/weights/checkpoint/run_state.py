@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.collectives import all_gather_objects
+from trainkit.collectives import all_gather_objects, run_on_all_ranks
 from trainkit.noise.hashing import MASK64, hash_box, hash_counters
 from trainkit.parallel.grad_reduction import find_reducers, reshard_
 from trainkit.parallel.parameters import (
@@ -21,8 +21,10 @@ from trainkit.parallel.parameters import (
     is_tied_copy,
     modules_of,
 )
-from trainkit.types import ParallelState, TrainState
+from trainkit.types import Axis, ParallelState, TrainState
 from trainkit.weights.checkpoint.boxes import shorten
+from trainkit.weights.checkpoint.component_trees import hash_states, merge_states
+from trainkit.weights.checkpoint.components import Components, get_component_boxes, read_components
 from trainkit.weights.checkpoint.optimizer_internals import find_hidden_state
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -302,8 +304,14 @@ def state_hash(
     stages: Iterable[nn.Module] | nn.Module,
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
+    components: Components | None = None,
 ) -> str:
     """Hash a run's parameters, optimizer state and counters: 16 hex digits, equal in every layout.
+
+    With `components` (see `Component`) it covers their state as well.
+
+    Raises:
+        ConfigError: A component cannot be saved, or differs on a rank.
 
     Effects:
         Communicates on `ps.world`, and waits.
@@ -316,7 +324,52 @@ def state_hash(
         False
     """
     stages = modules_of(stages)
-    return combine_hashes(_hash_boxes(get_boxes_to_write(stages, optimizer, ps), ps), state)
+    hashes = _hash_boxes(get_boxes_to_write(stages, optimizer, ps), ps)
+    if components:
+        hashes |= hash_components(components, ps.world, by="state_hash")
+    return combine_hashes(hashes, state)
+
+
+def hash_components(components: Components | None, axis: Axis, *, by: str) -> dict[str, int]:
+    """Hash the states of components, after checking that those equal on all ranks are.
+
+    Args:
+        components: The components.
+        axis: All ranks, `ps.world`.
+        by: The function that errors name.
+
+    Returns:
+        Hashes by name, equal on all ranks; their sum belongs to the hash of a run's state.
+
+    Raises:
+        ConfigError: A state cannot be saved, or differs; names the ranks and the keys.
+
+    Effects:
+        Communicates on `axis`, if there are components.
+
+    Examples:
+        >>> from trainkit.types import SOLO
+        >>> len(hash_components({"layer": nn.Linear(1, 1)}, SOLO, by="state_hash"))
+        3
+    """
+    if not components:
+        return {}
+
+    def read() -> list[Any]:
+        states = read_components(components, rank=axis.index, by=by)
+        boxes = get_component_boxes({**states.replicated, **states.sharded, **states.own})
+        hashes = {
+            f"{name} {box.offset}": hash_tensor_box(
+                name, box.local, shape=x.shape, offset=box.offset
+            )
+            for name, (x, box) in boxes.items()
+            if box.local.numel()
+        }
+        return [states.trees, hashes]
+
+    by_rank = run_on_all_ranks(read, axis)
+    merged = merge_states([trees for trees, _ in by_rank], [hashes for _, hashes in by_rank], by=by)
+    return {name: x for _, own in by_rank for name, x in own.items()} | hash_states(merged)
 
 
 def hash_base(stages: Iterable[nn.Module] | nn.Module, ps: ParallelState) -> str:

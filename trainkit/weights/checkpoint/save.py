@@ -40,6 +40,7 @@ from trainkit.weights.checkpoint.background_save import (
     run_now,
     start_save,
 )
+from trainkit.weights.checkpoint.components import Components, get_components
 from trainkit.weights.checkpoint.emergency_save import UnsavedState, write_and_commit
 from trainkit.weights.checkpoint.facts import Facts, facts_at
 from trainkit.weights.checkpoint.manifest import dump_json
@@ -86,6 +87,7 @@ def open_saver(
     event: Callable[..., None] | None = None,
     get_unsaved: Callable[[BaseException], UnsavedState | None] | None = None,
     progress: SaveProgress | None = None,
+    components: Components | None = None,
 ) -> Iterator[tuple[Save, Collect]]:
     """Save a run repeatedly, for a `with` block, while training continues.
 
@@ -123,6 +125,9 @@ def open_saver(
         get_unsaved: Called with an exception that leaves the block. Returns the state of the stages
             and the optimizer, or None if they are in the middle of a step or it is saved already.
         progress: Counts what this rank writes, so that a watchdog can see whether the disk hangs.
+        components: Objects whose state is saved too, by name: anything with `state_dict` and
+            `load_state_dict`, or a `Component`. Those that should be equal on all ranks are
+            compared, and a save fails if they are not.
 
     Yields:
         `save` and `collect`, of the types `Save` and `Collect`.
@@ -130,6 +135,7 @@ def open_saver(
     Raises:
         DiskError: On leaving: the last save could not be written.
         NumericsError: On leaving: the last state saved was not finite.
+        ConfigError: A component is none; or on leaving: its state could not be saved, or differed.
 
     Effects:
         Opens a process group; uses host memory of the size of what this rank writes; writes and
@@ -144,7 +150,8 @@ def open_saver(
             f"open_saver: config holds what JSON does not ({error}); give plain values",
             where="config",
         ) from error
-    take = make_snapshot_taker(stages, optimizer, ps)
+    components = get_components(components, by="open_saver")
+    take = make_snapshot_taker(stages, optimizer, ps, components)
     # A process group of its own: the order of its collectives must not depend on the step's.
     separate_group = open_gloo_axis(ps.world, name="saves") if background else nullcontext(ps.world)
     with separate_group as axis:
@@ -329,6 +336,7 @@ def save_checkpoint(
     facts: Facts | None = None,
     config: Mapping[str, Any] | None = None,
     score: float | None = None,
+    components: Components | None = None,
 ) -> Path:
     """Write a checkpoint of a run, completely or not at all.
 
@@ -345,6 +353,7 @@ def save_checkpoint(
             the number of global batches. Rank 0's are saved.
         config: The resolved configuration, plain values, for the manifest.
         score: The score by which `Retention.best` ranks checkpoints, the lower the better.
+        components: Objects whose state is saved too; see `open_saver`.
 
     Returns:
         The new directory; a second save of a step appends `-1`.
@@ -354,6 +363,7 @@ def save_checkpoint(
             earlier checkpoint has changed.
         NumericsError: A parameter or its optimizer state is not finite; likewise.
         ValueError: A tensor has a name, shape or dtype that no checkpoint can store; likewise.
+        ConfigError: A component cannot be saved, or is not equal on all ranks; likewise.
 
     Effects:
         Writes to disk and waits until it is durable; communicates on `ps.world`. The run is not
@@ -370,6 +380,7 @@ def save_checkpoint(
         config=config,
         retention=None,
         background=False,
+        components=components,
     ) as (save, collect):
         save(state, score)
         paths = [result.path for result in collect() if result.path is not None]
@@ -457,8 +468,12 @@ def write_final(
     stages: Sequence[nn.Module] | nn.Module,
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
+    *,
+    components: Components | None = None,
 ) -> None:
     """Write `final.json`: the step, the tokens and the state hash at the end of a run.
+
+    The hash covers the state of `components`, if there are some.
 
     Raises:
         DiskError: It cannot be written.
@@ -470,7 +485,7 @@ def write_final(
     final = {
         "step": state.step,
         "tokens_total": int(state.tokens),
-        "state_hash": state_hash(state, stages, optimizer, ps),
+        "state_hash": state_hash(state, stages, optimizer, ps, components),
     }
     if ps.world.index == 0:
         with atomic_write(Path(run_dir) / "final.json", by="write_final") as file:

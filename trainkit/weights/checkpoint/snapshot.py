@@ -7,7 +7,7 @@ new pages, which takes longer than filling them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -23,6 +23,12 @@ from trainkit.weights.checkpoint.boxes import (
     get_dtype_name,
     split_into_files,
 )
+from trainkit.weights.checkpoint.component_trees import TENSORS
+from trainkit.weights.checkpoint.components import (
+    Components,
+    get_component_boxes,
+    read_components,
+)
 from trainkit.weights.checkpoint.run_state import (
     INTEGERS,
     MAX_BATCHES,
@@ -32,6 +38,7 @@ from trainkit.weights.checkpoint.run_state import (
     find_tied_copies,
     get_boxes_to_write,
     get_group_options,
+    hash_components,
     optimizer_state,
 )
 from trainkit.weights.checkpoint.tensor_files import Stored, make_safetensors_header
@@ -72,7 +79,8 @@ class Snapshot:
 
     `tensors` are its entries of the index, `scalars` the optimizer state that is not tensors,
     `untouched` the parameters without optimizer state, and `described` the rest of `state.json`,
-    which the first rank writes.
+    which the first rank writes. `components` are the plain values of components. The files in
+    `replicas` are not written: they hold what must be equal to the first rank's.
     """
 
     state: TrainState
@@ -81,6 +89,8 @@ class Snapshot:
     scalars: Mapping[str, Any]
     untouched: Sequence[str]
     described: Mapping[str, Any]
+    components: Mapping[str, Any] = attrs.field(factory=dict)
+    replicas: tuple[TensorFile, ...] = ()
 
 
 TakeSnapshot = Callable[[TrainState, Mapping[str, Any]], Snapshot]
@@ -90,6 +100,7 @@ def make_snapshot_taker(
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
+    components: Components | None = None,
 ) -> TakeSnapshot:
     """Return `take(state, facts)`, which copies what this rank writes of a state to host memory.
 
@@ -99,6 +110,7 @@ def make_snapshot_taker(
         stages: This rank's stages.
         optimizer: The optimizer of their parameters.
         ps: The layout.
+        components: Objects whose state is saved too; see `Component`.
 
     Raises:
         ValueError: A module has an extra state; or from `take`: the optimizer state cannot be
@@ -116,7 +128,10 @@ def make_snapshot_taker(
         ['model/bias', 'model/weight']
     """
     check_modules(stages)
-    allocated: list[tuple[list[Any], tuple[TensorFile, ...], Mapping[str, Any]]] = []  # at most one
+    memory = _Memory(f"rank_{ps.world.index:05d}")
+    # In files of their own: metrics may grow, and the memory of the rest must not be made anew.
+    component_memory = _Memory(f"components_{ps.world.index:05d}")
+    replica_memory = _Memory("")
 
     def take(state: TrainState, facts: Mapping[str, Any]) -> Snapshot:
         # Device scalars are read here; the thread that writes only touches host memory.
@@ -124,28 +139,27 @@ def make_snapshot_taker(
         state = attrs.evolve(state, tokens=int(state.tokens), health=health)
         boxes = get_boxes_to_write(stages, optimizer, ps)
         check_optimizer(stages, optimizer)
+        read = read_components(components, rank=ps.world.index, by="save_checkpoint")
         # Before the copy: a state that cannot be saved raises while the old snapshot is intact.
         described = _describe_state(state, optimizer, ps, facts)
-        layout = [
-            (name, x.dtype, box.shape, box.offset, box.local.shape)
-            for name, (x, box) in boxes.items()
-        ]
-        if not allocated or allocated[0][0] != layout:
-            allocated.clear()  # frees the old memory before the new is allocated
-            # A buffer may be infinite on purpose: a mask, for instance.
-            buffers = {f"model/{name}" for name in get_named_buffers(stages)}
-            allocated.append((layout, *_allocate(boxes, ps, may_be_infinite=buffers)))
-        # `files` and `tensors` depend on names and shapes only, so they serve for every save.
-        _, files, tensors = allocated[0]
-        saved = [box for file in files for box in file.boxes]
-        sources = [boxes[box.name][1].local for box in saved]
-        _copy(sources, [box.values for box in saved])
+        # A buffer may be infinite on purpose: a mask, for instance.
+        buffers = {f"model/{name}" for name in get_named_buffers(stages)}
+        files, tensors = memory.fit(boxes, may_be_infinite=buffers)
+        is_first = ps.world.index == 0
+        common = read.replicated if is_first else {}
+        written = get_component_boxes({**read.own, **read.sharded, **common})
+        compared = get_component_boxes({} if is_first else read.replicated)
+        more, entries = component_memory.fit(written)
+        replicas, _ = replica_memory.fit(compared)
+        sources = boxes | written | compared
+        saved = [box for file in (*files, *more, *replicas) for box in file.boxes]
+        _copy([sources[box.name][1].local for box in saved], [box.values for box in saved])
         states = optimizer_state(stages, optimizer)
         copies = find_tied_copies(stages)
         return Snapshot(
             state=state,
-            files=files,
-            tensors=tensors,
+            files=(*files, *more),
+            tensors={**tensors, **entries},
             scalars={
                 name: {key: x for key, x in values.items() if not isinstance(x, Tensor)}
                 for name, values in states.items()
@@ -153,6 +167,8 @@ def make_snapshot_taker(
             },
             untouched=[name for name, values in states.items() if not values],
             described=described,
+            components=read.trees,
+            replicas=replicas,
         )
 
     return take
@@ -163,6 +179,7 @@ def check_savable(
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
     ps: ParallelState,
+    components: Components | None = None,
 ) -> None:
     """Raise ValueError for a state that a checkpoint cannot store, without saving it.
 
@@ -174,13 +191,15 @@ def check_savable(
         stages: This rank's stages.
         optimizer: The optimizer of their parameters.
         ps: The layout.
+        components: Objects whose state is saved too; see `Component`.
 
     Raises:
         ValueError: Names the tensor, the module or the entry of the optimizer state that a
-            checkpoint cannot store, as `save_checkpoint` would.
+            checkpoint cannot store, as `save_checkpoint` would; or what of a component cannot be
+            stored, or is not equal on all ranks.
 
     Effects:
-        Reshards gathered parameters.
+        Reshards gathered parameters; communicates on `ps.world`, if there are components.
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
@@ -193,6 +212,7 @@ def check_savable(
     check_optimizer(stages, optimizer)
     zeros = dict.fromkeys(state.health, 0.0)  # reading the real values would wait for the device
     _describe_state(attrs.evolve(state, tokens=0, health=zeros), optimizer, ps, {})
+    hash_components(components, ps.world, by="save_checkpoint")
 
 
 def _copy(values: list[Tensor], into: list[Tensor]) -> None:
@@ -257,11 +277,40 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------ memory
 
 
+@attrs.define(eq=False)
+class _Memory:
+    """The files of the last snapshot, which the next one of the same layout reuses."""
+
+    stem: str
+    layout: list[Any] | None = None
+    files: tuple[TensorFile, ...] = ()
+    entries: Mapping[str, Any] = attrs.field(factory=dict)
+
+    def fit(
+        self,
+        boxes: Mapping[str, tuple[Tensor, Box]],
+        *,
+        may_be_infinite: Collection[str] = (),
+    ) -> tuple[tuple[TensorFile, ...], Mapping[str, Any]]:
+        """Return files with room for some boxes, and the entries of the index."""
+        layout = [
+            (name, x.dtype, box.shape, box.offset, box.local.shape)
+            for name, (x, box) in boxes.items()
+        ]
+        # They depend on names and shapes only, so they serve for every save.
+        if self.layout != layout:
+            # Frees the old memory before the new is allocated, which may fail.
+            self.files, self.layout = (), None
+            self.files, self.entries = _allocate(boxes, self.stem, may_be_infinite=may_be_infinite)
+            self.layout = layout
+        return self.files, self.entries
+
+
 def _allocate(
     boxes: Mapping[str, tuple[Tensor, Box]],
-    ps: ParallelState,
+    stem: str,
     *,
-    may_be_infinite: set[str],
+    may_be_infinite: Collection[str],
 ) -> tuple[tuple[TensorFile, ...], dict[str, Any]]:
     """Assign boxes to files and allocate these; return them, and their entries of the index."""
     entries = _make_entries(boxes)
@@ -274,7 +323,6 @@ def _allocate(
     for index, names in enumerate(
         split_into_files(sizes, max_bytes=max_bytes, max_names=_FILE_BOXES)
     ):
-        stem = f"rank_{ps.world.index:05d}"
         file = f"{stem}-{index}.safetensors" if index else f"{stem}.safetensors"
         files.append(_allocate_file(file, {x: boxes[x] for x in names}, may_be_infinite))
         for box in files[-1].boxes:
@@ -300,7 +348,7 @@ def _make_entries(boxes: Mapping[str, tuple[Tensor, Box]]) -> dict[str, dict[str
 def _allocate_file(
     file: str,
     boxes: Mapping[str, tuple[Tensor, Box]],
-    may_be_infinite: set[str],
+    may_be_infinite: Collection[str],
 ) -> TensorFile:
     """Allocate the memory of one file, with a view of it for each box."""
     locals_ = [box.local for _, box in boxes.values()]
@@ -312,7 +360,10 @@ def _allocate_file(
     saved = []
     for (name, (tensor, box)), part in zip(boxes.items(), parts, strict=True):
         values = part.view(tensor.dtype).view(box.local.shape)
-        limit = _find_limit(tensor.dtype, may_be_infinite=name in may_be_infinite)
+        # A component may hold any number: the smallest value so far starts at infinity.
+        limit = None
+        if not name.startswith(TENSORS):
+            limit = _find_limit(tensor.dtype, may_be_infinite=name in may_be_infinite)
         saved.append(SavedBox(name, tuple(tensor.shape), box.offset, values, limit))
     stored = {
         b.name: Stored(get_dtype_name(b.values.dtype), tuple(b.values.shape), ()) for b in saved

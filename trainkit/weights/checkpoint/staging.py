@@ -20,6 +20,9 @@ from trainkit.parallel.parameters import get_named_parameters
 from trainkit.types import Axis, CheckpointError, Cursor, TrainState
 from trainkit.weights.checkpoint import compare
 from trainkit.weights.checkpoint.boxes import find_index_problems, shorten
+from trainkit.weights.checkpoint.component_trees import TENSORS, find_state_problems
+from trainkit.weights.checkpoint.components import Components
+from trainkit.weights.checkpoint.load_components import make_component_targets
 from trainkit.weights.checkpoint.load_targets import (
     allocate_buffers,
     get_saved_name,
@@ -46,6 +49,7 @@ class Staged:
     `index` has the entries of its tensors, `saved` is the parsed `state.json`, and `targets` are
     the tensors that were read and where they go. If the run has another optimizer than the saved
     one, which its user allows, `changes` lists what happens to each parameter's state.
+    `components` are the tensors of components.
     """
 
     problems: Sequence[str] = ()
@@ -53,6 +57,7 @@ class Staged:
     saved: Mapping[str, Any] = attrs.field(factory=dict)
     targets: Mapping[str, Target] = attrs.field(factory=dict)
     changes: Sequence[str] = ()
+    components: Mapping[str, Target] = attrs.field(factory=dict)
 
 
 def stage_checkpoint(
@@ -64,6 +69,7 @@ def stage_checkpoint(
     axis: Axis,
     check: CheckFacts,
     tolerance: compare.Tolerance,
+    components: Components | None = None,
 ) -> Staged:
     """Compare a checkpoint with the run, and read it into separate memory.
 
@@ -76,6 +82,7 @@ def stage_checkpoint(
         axis: All ranks that load it.
         check: Finds further problems of its state, equal on all ranks.
         tolerance: Which differences from the run are allowed.
+        components: The run's components, whose tensors are read too.
 
     Returns:
         The checkpoint, ready for `install_`, or its damage, the same on all ranks.
@@ -91,7 +98,11 @@ def stage_checkpoint(
     local: list[Staged] = []
 
     def read_headers() -> dict[str, Sequence[str]]:
-        local.append(_read_headers(path, manifest, stages, optimizer, tolerance))
+        headers = _read_headers(path, manifest, stages, optimizer, tolerance)
+        targets = make_component_targets(
+            headers.saved.get("components", {}), headers.index, components, rank=axis.index
+        )
+        local.append(attrs.evolve(headers, components=targets))
         return _list_names(local[0], stages, optimizer)
 
     # A rank that raised here alone would leave the others in a collective; on a network disk only
@@ -127,7 +138,11 @@ def stage_checkpoint(
         # Within the collective call: a rank without enough memory raises on all ranks.
         buffered.update(allocate_buffers(targets, staged.index))
         return read_tensors(
-            path, _select_tensor_files(manifest), staged.index, [*buffered.values()], axis.share
+            path,
+            _select_tensor_files(manifest),
+            staged.index,
+            [*buffered.values(), *staged.components.values()],
+            axis.share,
         )
 
     return attrs.evolve(
@@ -214,7 +229,8 @@ def _compare_tensors(
 ) -> list[str]:
     """List the differences between the checkpoint's tensors and optimizer and the run's."""
     problems: list[str] = []
-    index = staged.index
+    # Components are compared by their names, and may have any tensors.
+    index = {name: x for name, x in staged.index.items() if not name.startswith(TENSORS)}
     frozen: set[str] = set()
     # Without an optimizer, or with another one, most of the saved optimizer state is not wanted.
     if optimizer is None or names["changes"]:
@@ -271,6 +287,11 @@ def _read_headers(
     # The names and shapes in the index are checked before memory is allocated for any of them.
     sizes = {name: entry["size"] for name, entry in _select_tensor_files(manifest).items()}
     problems += find_index_problems(read["index.json"], sizes)
+    # The index itself may be wrong.
+    if not problems and "components" in read["state.json"]:
+        problems = find_state_problems(
+            read["state.json"]["components"], read["index.json"]["tensors"]
+        )
     if problems:
         return Staged(problems)
     index = read["index.json"]["tensors"]

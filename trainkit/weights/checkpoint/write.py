@@ -26,6 +26,7 @@ import torch
 from trainkit.files import commit_folder, convert_disk_errors
 from trainkit.types import CheckpointError, NumericsError
 from trainkit.weights.checkpoint.boxes import find_index_problems, shorten
+from trainkit.weights.checkpoint.component_trees import hash_states, merge_states
 from trainkit.weights.checkpoint.manifest import (
     MANIFEST,
     choose_checkpoint_name,
@@ -117,6 +118,8 @@ def write_rank(snapshot: Snapshot, target: Destination, rank: int, stopped: Even
                 "untouched": snapshot.untouched,
                 "files": dict(zip(sizes, (file for file, _ in written), strict=True)),
                 "hashes": {name: part for _, parts in written for name, part in parts.items()},
+                "components": snapshot.components,
+                "replicas": _hash_boxes(box for x in snapshot.replicas for box in x.boxes),
             }
             # The report comes last: its existence means that the files are complete.
             write_durably(target.staging / _report_name(rank), [orjson.dumps(seal(report))])
@@ -126,6 +129,15 @@ def write_rank(snapshot: Snapshot, target: Destination, rank: int, stopped: Even
             with suppress(OSError):
                 (target.staging / name).unlink()
         raise
+
+
+def _hash_boxes(boxes: Iterable[SavedBox]) -> dict[str, int]:
+    return {
+        f"{box.name} {box.offset}": hash_tensor_box(
+            box.name, box.values, shape=box.shape, offset=box.offset
+        )
+        for box in boxes
+    }
 
 
 def _report_name(rank: int) -> str:
@@ -164,9 +176,7 @@ def _write_file(
                 if stopped.is_set():
                     break
                 _check_finite(box)
-                hashes[f"{box.name} {box.offset}"] = hash_tensor_box(
-                    box.name, box.values, shape=box.shape, offset=box.offset
-                )
+                hashes |= _hash_boxes([box])
             os.fsync(handle)
             target.progress.parts += 1
         finally:
@@ -245,6 +255,7 @@ def commit(snapshot: Snapshot, target: Destination) -> Path:
     Raises:
         DiskError: A file cannot be written. Then nothing is committed.
         CheckpointError: The boxes that the ranks wrote do not cover a tensor; likewise.
+        ConfigError: A component that must be equal on all ranks differs; likewise.
 
     Effects:
         Writes to disk, and waits until it is durable.
@@ -265,8 +276,9 @@ def commit(snapshot: Snapshot, target: Destination) -> Path:
                 got=problems,
                 hint="every earlier checkpoint is intact; this is a bug of trainkit or of a layout",
             )
+        components = _merge_components(reports)
         texts = {
-            "state.json": dump_json(_complete_state(snapshot, reports)),
+            "state.json": dump_json(_complete_state(snapshot, reports, components)),
             "index.json": orjson.dumps(index),
         }
         for name, data in texts.items():
@@ -276,7 +288,7 @@ def commit(snapshot: Snapshot, target: Destination) -> Path:
         if target.before_commit is not None:
             target.before_commit()
         # Merged by box and not summed: ranks outside a tensor's mesh may have the same box.
-        hashes = _merge(report["hashes"] for report in reports)
+        hashes = _merge(report["hashes"] for report in reports) | hash_states(components)
         identity = get_run_id(target.run_dir)
         manifest = make_manifest(
             snapshot.state.step,
@@ -295,13 +307,24 @@ def commit(snapshot: Snapshot, target: Destination) -> Path:
     return path
 
 
-def _complete_state(snapshot: Snapshot, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _merge_components(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the components of all ranks, after comparing those that must be equal."""
+    hashes = [report["hashes"] | report["replicas"] for report in reports]
+    return merge_states([r["components"] for r in reports], hashes, by="save_checkpoint")
+
+
+def _complete_state(
+    snapshot: Snapshot,
+    reports: Sequence[Mapping[str, Any]],
+    components: Mapping[str, Any],
+) -> dict[str, Any]:
     """Return the contents of `state.json`, with the optimizer state that is not tensors."""
     scalars = _merge(report["scalars"] for report in reports)
     # Every parameter has an entry in the scalars. Tied copies have none, so they drop out here.
     untouched = {name for report in reports for name in report["untouched"]} & scalars.keys()
     return {
         **snapshot.described,
+        **({"components": components} if components else {}),
         "optimizer": {
             **snapshot.described["optimizer"],
             "scalars": scalars,

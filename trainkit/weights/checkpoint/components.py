@@ -1,0 +1,298 @@
+"""Components: objects of a user's own, whose state is saved with a run and loaded again.
+
+An average of the weights, a curriculum, a sampler, metrics: anything with `state_dict` and
+`load_state_dict`. What they hold in common with PyTorch's own `Stateful` is these two methods.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from trainkit.collectives import run_on_all_ranks
+from trainkit.parallel.parameters import Box, get_local_box
+from trainkit.types import Axis, ConfigError
+from trainkit.weights.checkpoint.boxes import DTYPES, get_dtype_name
+from trainkit.weights.checkpoint.component_trees import (
+    MAX_DEPTH,
+    TENSORS,
+    Tree,
+)
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,99}")
+_MAX_VALUES = 100_000  # plain values of all components; a million would slow every save
+_MAX_NAME = 400  # letters of a tensor's name, before a number that makes it unique
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What a component is: its state can be read, and loaded again."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state: tensors and plain values in dictionaries, lists and tuples."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take a state that `state_dict` has returned; its tensors are the component's to keep."""
+        ...
+
+
+@attrs.frozen(eq=False)
+class Component:
+    """An object whose state is saved with a run.
+
+    Examples:
+        >>> Component(nn.Linear(1, 1)).per_rank
+        False
+    """
+
+    state: Stateful
+    """The object. Its `state_dict()` holds tensors, numbers, strings, booleans and None in
+    dictionaries, lists and tuples."""
+
+    per_rank: bool = attrs.field(default=False, kw_only=True)
+    """Each rank saves and loads its own state, so a run resumes with as many ranks only. By default
+    the state is equal on all ranks; the first one writes it, and a save fails if another differs.
+    """
+
+    required: bool = attrs.field(default=True, kw_only=True)
+    """A checkpoint without it does not fit the run. If False, a message says that the object stays
+    as it is."""
+
+
+Components = Mapping[str, Any]
+"""Components by name, each a `Component`, or an object that is a required one equal on all ranks.
+"""
+
+
+def get_components(components: Components | None, *, by: str) -> dict[str, Component]:
+    """Return components by name as records, or raise ConfigError for one that is none.
+
+    Examples:
+        >>> get_components({"curriculum": 3}, by="resume")
+        Traceback (most recent call last):
+        ...
+        trainkit.types.ConfigError: resume: the component 'curriculum' is an `int` without state_...
+    """
+    found: dict[str, Component] = {}
+    for name, value in (components or {}).items():
+        component = value if isinstance(value, Component) else Component(value)
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"{by}: a component is named {name!r}; use letters, digits, - and _, at most 100",
+                where="components",
+            )
+        if not isinstance(component.state, Stateful) or isinstance(component.state, type):
+            raise ConfigError(
+                f"{by}: the component {name!r} is an `{type(component.state).__name__}` without "
+                "state_dict and load_state_dict, which say what is saved of it",
+                where=f"components.{name}",
+            )
+        found[name] = component
+    return found
+
+
+@attrs.frozen(eq=False)
+class ComponentStates:
+    """The states of this rank's components at one moment; the tensors are those of the objects.
+
+    `trees` has {"per_rank", "state", "sharded"} of each component, the last with the names of its
+    sharded tensors. Tensors have the names of the index: those in `replicated` are equal on all
+    ranks, those in `sharded` are DTensors, those in `own` are this rank's.
+    """
+
+    trees: Mapping[str, Any]
+    replicated: Mapping[str, Tensor]
+    sharded: Mapping[str, Tensor]
+    own: Mapping[str, Tensor]
+
+
+def read_components(components: Components | None, *, rank: int, by: str) -> ComponentStates:
+    """Read the states of components, without copying a tensor.
+
+    Two keys with one tensor (the same storage, offset, shape and strides) share one name, also of
+    two components.
+
+    Args:
+        components: The components.
+        rank: This rank.
+        by: The function that errors name.
+
+    Raises:
+        ConfigError: A state holds what no checkpoint can; names its path.
+
+    Effects:
+        Calls `state_dict` of each component.
+
+    Examples:
+        >>> weight = torch.ones(2)
+        >>> layer = nn.Linear(1, 1)
+        >>> read_components({"layer": layer}, rank=0, by="save").replicated.keys()
+        dict_keys(['components/layer/weight', 'components/layer/bias'])
+    """
+    common, own = _Encoder(by), _Encoder(by, may_be_sharded=False)
+    trees: dict[str, Any] = {}
+    for name, component in get_components(components, by=by).items():
+        encoder = own if component.per_rank else common
+        # Names of ranks differ: each is a tensor of its own in the index.
+        prefix = f"{TENSORS}{name}" + f"/rank_{rank:05d}" * component.per_rank
+        tree = encoder.encode(component.state.state_dict(), (name,), prefix)
+        trees[name] = {"per_rank": component.per_rank, "state": tree}
+    if common.values + own.values > _MAX_VALUES:
+        raise ConfigError(
+            f"{by}: the components {', '.join(trees)} hold {common.values + own.values} plain "
+            f"values, and a checkpoint at most {_MAX_VALUES}; put long lists of numbers into "
+            "tensors",
+            where="components",
+        )
+    sharded = {name: x for name, x in common.tensors.items() if is_sharded(x)}
+    replicated = {name: x for name, x in common.tensors.items() if name not in sharded}
+    for name, tree in trees.items():
+        tree["sharded"] = [x for x in sharded if x.startswith(f"{TENSORS}{name}/")]
+    return ComponentStates(trees, replicated, sharded, own.tensors)
+
+
+def check_components(components: Components | None, axis: Axis, *, by: str) -> None:
+    """Check that components can be saved, and that all ranks have components of the same names.
+
+    Raises:
+        ConfigError: On all ranks.
+
+    Effects:
+        Calls `state_dict` of each component; communicates on `axis`.
+
+    Examples:
+        >>> from trainkit.types import SOLO
+        >>> check_components({"layer": nn.Linear(1, 1)}, SOLO, by="resume")
+    """
+
+    def read() -> list[str]:
+        return sorted(read_components(components, rank=axis.index, by=by).trees)
+
+    by_rank = run_on_all_ranks(read, axis)
+    for rank, names in enumerate(by_rank):
+        if names != by_rank[0]:
+            raise ConfigError(
+                f"{by}: ranks 0 and {rank} do not have the same components: {by_rank[0]} and "
+                f"{names}",
+                where="components",
+                hint="give every rank the same names; Component(it, per_rank=True) may differ",
+            )
+
+
+@attrs.define(eq=False)
+class _Encoder:
+    """Turns states into trees, and collects their tensors by name."""
+
+    by: str
+    may_be_sharded: bool = True
+    tensors: dict[str, Tensor] = attrs.field(factory=dict)
+    names: dict[Any, str] = attrs.field(factory=dict)  # of tensors, by what makes two one
+    values: int = 0
+
+    def encode(self, value: Any, path: tuple[Any, ...], prefix: str) -> Tree:
+        self.values += 1
+        kind = type(value)
+        if isinstance(value, Tensor):
+            return self._encode_tensor(value, path, prefix)
+        if len(path) > MAX_DEPTH:
+            raise self._refuse(path, f"is nested more than {MAX_DEPTH} deep")
+        if isinstance(value, Mapping):
+            return self._encode_table(value, path, prefix)
+        if kind in (list, tuple):
+            items = [self.encode(item, (*path, i), prefix) for i, item in enumerate(value)]
+            return items if kind is list else {"$tuple": items}
+        if value is None or kind is bool or (kind is str and _is_unicode(value)):
+            return value
+        if kind in (int, float):
+            return _encode_number(value)
+        # Exact types: a numpy.float64 is a float, and would come back as another class.
+        raise self._refuse(path, f"is a `{kind.__module__}.{kind.__qualname__}`")
+
+    def _encode_table(self, value: Mapping[Any, Any], path: tuple[Any, ...], prefix: str) -> Tree:
+        for key in value:
+            is_int = type(key) is int and -(2**63) <= key < 2**63
+            if not is_int and not (type(key) is str and _is_unicode(key)):
+                raise self._refuse(path, f"has the key {key!r:.100}, which is neither text nor int")
+        items = [(key, self.encode(x, (*path, key), prefix)) for key, x in value.items()]
+        # JSON is written with sorted names, and the order of a dictionary may matter.
+        is_plain = all(type(key) is str and not key.startswith("$") for key in value)
+        if is_plain and [*value] == sorted(value):
+            return dict(items)
+        return {"$dict": [[key, item] for key, item in items]}
+
+    def _encode_tensor(self, x: Tensor, path: tuple[Any, ...], prefix: str) -> Tree:
+        dtype = get_dtype_name(x.dtype)
+        is_plain = type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided
+        if x.is_meta or not (is_plain or (self.may_be_sharded and is_sharded(x))):
+            what = "is a " + ("tensor without values" if x.is_meta else f"`{type(x).__name__}`")
+            raise self._refuse(path, f"{what}; give a plain tensor: of a shard to_local()")
+        if dtype not in DTYPES or x.is_quantized:
+            raise self._refuse(path, f"has the dtype {dtype}, which no checkpoint holds")
+        # Empty tensors have no storage that could tell them apart, and a shard may be empty.
+        key = (
+            (x.untyped_storage().data_ptr(), x.storage_offset(), x.shape, x.stride(), dtype)
+            if x.numel() and is_plain
+            else id(x)
+        )
+        if key not in self.names:
+            self.names[key] = self._choose_name(path, prefix)
+            self.tensors[self.names[key]] = x
+        return {
+            "$tensor": self.names[key],
+            "dtype": dtype,
+            "shape": list(x.shape),
+            "on": "cpu" if x.device.type == "cpu" else "device",
+        }
+
+    def _choose_name(self, path: tuple[Any, ...], prefix: str) -> str:
+        # Only a label: the tree holds the keys. Files and commands accept no other letters.
+        parts = [re.sub(r"[^A-Za-z0-9_.:-]", "_", str(key)) or "_" for key in path[1:]]
+        label = "/".join((prefix, *parts))[:_MAX_NAME].replace("..", "._")
+        name, number = label, len(self.tensors)
+        while name in self.tensors:
+            name, number = f"{label}-{number}", number + 1
+        return name
+
+    def _refuse(self, path: tuple[Any, ...], what: str) -> ConfigError:
+        where = "/".join(map(str, path))
+        return ConfigError(
+            f"{self.by}: {where[:200]} of the components {what}; a checkpoint holds tensors, "
+            "numbers, strings, booleans and None, in dictionaries, lists and tuples",
+            where=f"components.{where[:200]}",
+            hint="change what state_dict returns: torch.from_numpy of an array, float of a number",
+        )
+
+
+def is_sharded(x: Tensor) -> bool:
+    """Return whether a tensor is a DTensor whose shards a checkpoint can hold.
+
+    Examples:
+        >>> is_sharded(torch.ones(1))
+        False
+    """
+    placements = getattr(x, "placements", None)
+    return placements is not None and all(p.is_shard() or p.is_replicate() for p in placements)
+
+
+def _encode_number(value: float) -> Tree:
+    if isinstance(value, int):
+        return value if -(2**63) <= value < 2**63 else {"$int": hex(value)}
+    return value if math.isfinite(value) else {"$float": repr(value)}
+
+
+def _is_unicode(text: str) -> bool:
+    # Half of a surrogate pair is text to Python, and to no file.
+    return text.isascii() or text.encode(errors="ignore").decode() == text
+
+
+def get_component_boxes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Box]]:
+    """Return the boxes of tensors of components that this rank writes, each after its tensor."""
+    boxes = {name: (x, get_local_box(x)) for name, x in tensors.items()}
+    return {name: (x, box) for name, (x, box) in boxes.items() if box.writes}
