@@ -188,8 +188,8 @@ def _name_modules(stage: nn.Module) -> dict[str, nn.Module]:
 def _is_compiled(stage: nn.Module) -> bool:
     # `module.compile()` sets the attribute, and `torch.compile(module)` wraps the module.
     return any(
-        vars(module).get("_compiled_call_impl") is not None or "_orig_mod" in module._modules  # noqa: SLF001 (as in torch's pages)
-        for module in stage.modules()
+        vars(module).get("_compiled_call_impl") is not None or name.endswith("_orig_mod")
+        for name, module in stage.named_modules()
     )
 
 
