@@ -158,7 +158,7 @@ def as_markdown(docstring: str) -> str:
 @cache
 def members(path: Path) -> dict[str, tuple[str, str, int]]:
     """Return {name: (how it is written down, docstring, line)} of the public names of a file."""
-    return {name: (shown, told or "", line) for name, shown, told, line in _members(path)}
+    return {name: (shown, docstring or "", line) for name, shown, docstring, line in _members(path)}
 
 
 def _members(path: Path) -> Iterator[tuple[str, str, str | None, int]]:
@@ -184,15 +184,23 @@ def _members(path: Path) -> Iterator[tuple[str, str, str | None, int]]:
             inner = [part for part in node.body if isinstance(part, ast.FunctionDef)]
             public = [part for part in inner if part.name.startswith("__") or part.name[0] != "_"]
             methods = [(signature(part, text), ast.get_docstring(part)) for part in public]
-            told = "\n".join(f"- `{head}`: {doc.splitlines()[0]}" for head, doc in methods if doc)
+            methods_text = "\n".join(
+                f"- `{head}`: {doc.splitlines()[0]}" for head, doc in methods if doc
+            )
             docstring = ast.get_docstring(node)
-            yield node.name, shown, docstring and f"{docstring}\n\n{told}".strip(), node.lineno
+            yield (
+                node.name,
+                shown,
+                docstring and f"{docstring}\n\n{methods_text}".strip(),
+                node.lineno,
+            )
         elif isinstance(node, ASSIGNED) and is_text(below):
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            name, told = text(target), inspect.cleandoc(str(below.value.value))
+            name = text(target)
+            docstring = inspect.cleandoc(str(below.value.value))
             value = text(node.value)
             shown = text(node).removesuffix(value) + default(value)
-            yield from [(name, shown, told, node.lineno)] if name[0] != "_" else []
+            yield from [(name, shown, docstring, node.lineno)] if name[0] != "_" else []
 
 
 def is_text(node: ast.AST | None) -> bool:
@@ -259,8 +267,8 @@ def front_page() -> str:
     lines = []
     for name in sorted(tk, key=str.lower):
         path, _ = shown_names(tk[name])[name]
-        told = first_sentence(members(path)[name][1])
-        lines.append(f"- [`tk.{name}`]({tk[name]}.md#{name.lower()}): {told}")
+        sentence = first_sentence(members(path)[name][1])
+        lines.append(f"- [`tk.{name}`]({tk[name]}.md#{name.lower()}): {sentence}")
     parts = ["# Reference", KEEP, "`import trainkit as tk`", "\n".join(lines), "## Families"]
     for room in sorted(rooms):
         about = first_sentence(ast.get_docstring(parse(files_of(room)[0])) or "")
@@ -300,8 +308,13 @@ def build() -> dict[str, str]:
 
 def gaps() -> list[str]:
     """Return the names that have no docstring: public ones of files, and those of a table."""
-    told = {path: members(path) for path in PACKAGE.rglob("*.py")}
-    bare = [f"{module_of(p)}.{n}" for p, found in told.items() for n in found if not found[n][1]]
+    found_by_file = {path: members(path) for path in PACKAGE.rglob("*.py")}
+    bare = [
+        f"{module_of(p)}.{n}"
+        for p, found in found_by_file.items()
+        for n in found
+        if not found[n][1]
+    ]
     for room in contents():
         bare += [f"trainkit.{room}.{n}" for n in families(room).keys() - shown_names(room).keys()]
     return [f"{name} has no docstring" for name in bare]
@@ -332,8 +345,8 @@ def broken_links(pages: Mapping[Path, str]) -> list[str]:
 def main() -> int:
     """Write the pages; say which names have no docstring and which links lead nowhere."""
     built = {BUILT / name: text for name, text in build().items()}
-    kept = [ROOT / "README.md", *(p for p in HERE.rglob("*.md") if BUILT not in p.parents)]
-    problems = gaps() + broken_links(built | {path: path.read_text() for path in kept})
+    pages = [ROOT / "README.md", *(p for p in HERE.rglob("*.md") if BUILT not in p.parents)]
+    problems = gaps() + broken_links(built | {path: path.read_text() for path in pages})
     shutil.rmtree(BUILT, ignore_errors=True)
     BUILT.mkdir(parents=True)
     for path, text in built.items():

@@ -264,7 +264,7 @@ def train(cfg, run, tokenizer, base, first):
             state = loop.record(state, metrics, batch)
             if len(held_out) and loop.is_due(state, cfg.eval_every):
                 state = loop.evaluate(state, evaluate)
-                run.log(answer_questions(cfg, stages, tokenizer))
+                loop.show_sample(state, answer_questions(cfg, stages, tokenizer))
             stop = loop.checkpoint(state)
         if not stop:
             loop.result("eval/loss")  # the first and the last evaluation
@@ -319,7 +319,7 @@ def main(argv=None):
         cfg.layout,
         base.config,
         cfg.batch,
-        others=tk.adapters.problems(
+        others=tk.adapters.find_problems(
             change_matrices(cfg),
             base.config,
             layout=cfg.layout,

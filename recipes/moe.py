@@ -271,7 +271,7 @@ def train(cfg, run, tokenizer, model, first):
                     context=cfg.batch.row_length,
                     seed=cfg.seed,
                 )
-                run.log(text)
+                loop.show_sample(state, text)
             stop = loop.checkpoint(state)
     return run.finish(state, stages, optimizer, stop=stop)
 

@@ -305,7 +305,7 @@ def main(argv=None):
         cfg.layout,
         model,
         cfg.batch,
-        others=tk.adapters.problems(make_linear_transforms(cfg), model),
+        others=tk.adapters.find_problems(make_linear_transforms(cfg), model),
     )
     # Opens the process groups, locks the run directory, and handles signals and lost ranks.
     with tk.open_run(

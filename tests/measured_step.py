@@ -259,9 +259,9 @@ def results_made(job, layout, ps):
         )
         return cost_fitting(results, room)
 
-    cost_fitting = recompute_budget.fitting
+    cost_fitting = recompute_budget.choose_fitting
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recompute_budget, "fitting", note)
+        patch.setattr(recompute_budget, "choose_fitting", note)
         step_of(attrs.evolve(job, recompute="0.4"), layout, ps)
     return found
 

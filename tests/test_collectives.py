@@ -1,5 +1,8 @@
 """Differentiable collectives give the values and gradients of one process that holds everything."""
 
+import time
+
+import attrs
 import pytest
 import torch
 
@@ -9,6 +12,7 @@ from trainkit.collectives import (
     all_max,
     all_min,
     all_to_all,
+    check_communication,
     reduce_scatter,
     reduce_scatter_bf16,
     sum_forward,
@@ -16,6 +20,7 @@ from trainkit.collectives import (
 )
 from trainkit.mesh import axis_from_group, solo_parallel
 from trainkit.tools.testing import run_ranks
+from trainkit.types import PeerError, Share
 
 
 def drawn(*shape, seed):
@@ -30,6 +35,33 @@ def world_axis():
 def difference(a, b):
     assert a.shape == b.shape
     return ((a - b).abs().max() / b.abs().max()).item()
+
+
+def check_with_a_fault(fault):
+    """Check the communication of ranks, of which the second sleeps or sends another number."""
+    axis = world_axis()
+    if fault == "sleeps" and axis.index == 1:
+        time.sleep(1.5)
+    if fault == "sends another number" and axis.index == 1:
+        axis = attrs.evolve(axis, share=Share(2, 3))
+    try:
+        return check_communication(axis, timeout=0.5 if fault == "sleeps" else 30.0)
+    except PeerError as error:
+        return str(error)
+
+
+def test_communication_that_works_is_measured():
+    assert all(0 < seconds < 30 for seconds in run_ranks(check_with_a_fault, 2, None))
+    assert check_communication(solo_parallel().world) == 0.0
+
+
+def test_a_rank_that_does_not_answer_is_found_within_the_timeout():
+    assert "did not answer each other within 0.5 s" in run_ranks(check_with_a_fault, 2, "sleeps")[0]
+
+
+def test_a_sum_that_is_wrong_is_found():
+    for said in run_ranks(check_with_a_fault, 2, "sends another number"):
+        assert "the sum over the ranks of" in said
 
 
 def extremes():

@@ -161,7 +161,7 @@ def test_what_bf16_can_hold_and_what_is_not_finite_stay():
     assert noise.round_bf16_stochastic(nan, torch.tensor(3)).isnan().all()
     odd = torch.cat([nan, torch.tensor([torch.inf, -torch.inf])])
     for key in range(8):
-        found = noise.rounding.rounded_rows(
+        found = noise.rounding.round_rows(
             odd, torch.tensor([key]), columns=len(odd), begin=0, first=0
         )
         assert torch.equal(found.isnan(), odd.isnan())

@@ -82,6 +82,7 @@ from .text.corpora import write_corpus as write_corpus
 from .text.prepare import prepare_corpus as prepare_corpus
 from .tools import pictures as pictures
 from .tools import planning as planning
+from .tools import report as report
 from .tools import testing as testing
 from .types import Axis as Axis
 from .types import Batch as Batch

@@ -17,6 +17,7 @@ Training itself is a recipe, python recipes/pretrain.py; these commands stand ar
   python -m trainkit checkpoint ls runs/mine   what a run has saved; also verify, diff, prune,
                                                export and convert
   python -m trainkit export runs/mine model/   a run as a Hugging Face folder
+  python -m trainkit report runs/mine          a page about a run, or several, for a browser
   python -m trainkit certify --world 2         that two ranks compute what one computes
   python -m trainkit runs                      the runs in runs/: state, step, loss, age, layout
   python -m trainkit diff runs/one runs/two    from which step on two runs differ, and in what
@@ -48,6 +49,7 @@ from trainkit.tools.commands import (
     pack,
     plan,
     prepare,
+    report,
     runs,
     score,
 )
@@ -62,6 +64,7 @@ COMMANDS = {
     "score": score,
     "checkpoint": checkpoint,
     "export": export,
+    "report": report,
     "certify": certify,
     "runs": runs,
     "diff": diff,

@@ -7,6 +7,7 @@ sent as JSON, never as pickles.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.noise import make_key, mix_bits_tensor, round_bf16_stochastic, to_int64
-from trainkit.types import Axis, TrainkitError, format_error
+from trainkit.types import Axis, PeerError, TrainkitError, format_error
 
 
 def all_sum(x: Tensor, axis: Axis) -> Tensor:
@@ -121,6 +122,61 @@ def start_all_reduce(
         return out
 
     return wait
+
+
+def check_communication(axis: Axis, *, timeout: float = 10.0) -> float:
+    """All-reduce known numbers, and return the seconds that it took; raise if it fails.
+
+    A network that is down, a rank that does not answer and a link that changes what it carries are
+    found at once, and not after the timeout of a collective of the step.
+
+    Args:
+        axis: The ranks to check.
+        timeout: The seconds that it may take.
+
+    Raises:
+        PeerError: It took longer, or the sum is wrong.
+
+    Effects:
+        Communicates: one all-reduce on `axis`, and waits for it. After an error the axis is of no
+        use any more.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> check_communication(solo_parallel().world) < 10.0
+        True
+    """
+    begin = time.perf_counter()
+    if axis.count == 1:
+        return 0.0
+    own = float(axis.index + 1)
+    sent = torch.tensor([own, own * own], dtype=torch.float64, device=get_compute_device(axis))
+    work = dist.all_reduce(sent, group=axis.group, async_op=True)
+    # Polled, as `wait` with a timeout means something else for each backend.
+    while work is not None and not work.is_completed():
+        if time.perf_counter() - begin > timeout:
+            raise PeerError(
+                f"check_communication: the ranks of {axis.name!r} did not answer each other within "
+                f"{timeout:g} s",
+                where=axis.name,
+                want=f"an all-reduce within {timeout:g} s",
+                hint="look at the network and at the processes of the other ranks",
+            )
+        time.sleep(1e-3)
+    if work is not None:
+        work.wait()
+    n = axis.count
+    expected = [n * (n + 1) / 2, n * (n + 1) * (2 * n + 1) / 6]
+    if sent.tolist() != expected:
+        raise PeerError(
+            f"check_communication: the sum over the ranks of {axis.name!r} is {sent.tolist()}, not "
+            f"{expected}",
+            where=axis.name,
+            got=sent.tolist(),
+            want=expected,
+            hint="a link or a device changes what it carries: test the hosts one by one",
+        )
+    return time.perf_counter() - begin
 
 
 def broadcast(x: Tensor, axis: Axis, *, source: int = 0) -> Tensor:

@@ -29,7 +29,7 @@ from trainkit.parallel.grad_reduction import (
 )
 from trainkit.parallel.packing_leaks import refuse_leaks
 from trainkit.parallel.pipeline import make_pipeline
-from trainkit.parallel.split import schedule_kind
+from trainkit.parallel.split import get_schedule_kind
 from trainkit.parallel.stage_forward import (
     agree_on_kinds,
     compute_device,
@@ -191,7 +191,7 @@ def make_forward_backward(
     stages = as_stages(stages_or_model, "make_forward_backward", call=call)
     check_choice(("last", "each"), "make_forward_backward", reduce=reduce)
     # For its error: an unknown schedule is rejected even where there is no pipeline.
-    schedule_kind(stages.layout.schedule)
+    get_schedule_kind(stages.layout.schedule)
     if stages.pp.count == 1:
         if len(stages) != 1:
             raise ValueError(f"make_forward_backward: one stage is needed, got {len(stages)}")

@@ -1,4 +1,4 @@
-"""Draw mixture.png: a mixture with an anneal, and how near it stays to what was asked.
+"""Draw mixture.png: a mixture with an anneal, and how near it stays to its weights.
 
 python docs/pictures/mixture.py
 """
@@ -32,8 +32,8 @@ def main() -> None:
     ends = np.cumsum(list(NUM_ROWS.values()))
     sources = np.searchsorted(ends, np.concatenate(drawn), side="right")
     weights = np.array([list(phase.weights.values()) for phase in PHASES])
-    asked = weights[(np.arange(STEPS * ROWS) >= PHASES[1].start * ROWS).astype(int)]
-    chance = (np.random.default_rng(0).random((len(asked), 1)) > asked.cumsum(1)).sum(1)
+    expected = weights[(np.arange(STEPS * ROWS) >= PHASES[1].start * ROWS).astype(int)]
+    chance = (np.random.default_rng(0).random((len(expected), 1)) > expected.cumsum(1)).sum(1)
     rows = np.arange(1, STEPS * ROWS + 1)
     own, random = (np.cumsum(x[:, None] == np.arange(3), axis=0) for x in (sources, chance))
 
@@ -47,7 +47,7 @@ def main() -> None:
     left.set_xlim(0, STEPS)
     off = {"drawn at random": random, "sample_mixture": own}
     for (name, counts), colour in zip(off.items(), ("#bbbbbb", COLOURS["web"]), strict=True):
-        ahead = counts[:, 0] - np.cumsum(asked[:, 0])
+        ahead = counts[:, 0] - np.cumsum(expected[:, 0])
         right.plot(rows / ROWS, ahead, color=colour, linewidth=1, label=name)
     right.set_title("rows of web ahead of its weight")
     right.legend(frameon=False)

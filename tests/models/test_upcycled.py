@@ -19,7 +19,7 @@ from trainkit.models import (
 )
 from trainkit.models.config import parameter_shapes
 from trainkit.parallel import build_stages, fsdp, tensor_parallel
-from trainkit.parallel.materialize import listed, shapes_of
+from trainkit.parallel.materialize import attach_shapes, shapes_of
 from trainkit.tools.testing import run_ranks
 from trainkit.tools.testing.builtin import decoder_batch
 from trainkit.types import CheckpointError, ConfigError, Layout
@@ -134,7 +134,7 @@ def test_experts_are_slices_in_turn_and_noise_makes_them_differ():
 def held(**changes):
     """Return dense weights that say which tensors they hold, as those of a folder do."""
     config = attrs.evolve(DENSE, **changes)
-    return listed(init_weights(config, seed=0), parameter_shapes(config))
+    return attach_shapes(init_weights(config, seed=0), parameter_shapes(config))
 
 
 def test_weights_that_say_what_they_hold_are_used_up():

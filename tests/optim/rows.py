@@ -12,7 +12,7 @@ from torch import nn
 
 from trainkit.noise.counters import normal
 from trainkit.noise.hashing import make_key
-from trainkit.noise.rounding import keys_at, rounded_rows, rounding_keys
+from trainkit.noise.rounding import keys_at, round_rows, rounding_keys
 from trainkit.optim import make_optimizer, orthogonalize, parse_groups, parse_options
 from trainkit.optim.storage import encode_moment, read_moment
 from trainkit.optim.table import OPTIMIZERS
@@ -193,7 +193,7 @@ def round_trip(x, kind, key, count, name):
         keys = rounding_keys(
             make_key(3, "rounding of moments", name), x.shape or (1,), (0,) * max(x.dim(), 1)
         )
-        rounded = rounded_rows(
+        rounded = round_rows(
             x.float().reshape(-1),
             keys_at(keys, count),
             columns=x.shape[-1] if x.dim() else 1,

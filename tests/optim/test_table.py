@@ -508,6 +508,17 @@ def test_options_are_values_in_python_and_texts_at_a_command_line():
     assert (by_flags.options, by_flags.groups) == ({"cautious": True}, groups)
 
 
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float64"])
+def test_an_option_without_a_default_takes_what_its_optimizer_takes(dtype):
+    model = nn.ModuleDict({"up": nn.Linear(4, 4), "head": nn.Linear(4, 4)})
+    options = optim.parse_options([f"dtype={dtype}"], optimizer="muon")
+    assert options == {"dtype": dtype}
+    made = make_optimizer(model, lr=0.1, optimizer="muon", options=options)
+    assert {group["dtype"] for group in made.param_groups if "dtype" in group} == {dtype}
+    with pytest.raises(ConfigError, match="dtype must be"):
+        make_optimizer(model, lr=0.1, optimizer="muon", options={"dtype": 64})
+
+
 make_bad = partial(make_optimizer, nn.Linear(2, 2), lr=0.1)
 
 
@@ -553,7 +564,7 @@ def test_what_is_no_option_is_refused(make, message):
         make()
 
 
-def test_an_expression_that_is_given_twice_is_refused():
+def test_a_pattern_that_is_given_twice_is_refused():
     with pytest.raises(ConfigError, match="'head' is given twice"):
         OptimizerOptions(optimizer_groups=("head lr_scale=1", "head lr_scale=2"))
 

@@ -44,6 +44,13 @@ def test_signs_of_regular_expressions_are_letters():
     assert name_matches("a+b.(c)", "a+b.(c)")
     assert not name_matches("aab", "a+b")
     assert not name_matches("layersx0", "layers.0")
+    assert [x for x in "ab^!&" if name_matches(x, "[^a&]")] == ["a", "^", "&"]
+    assert [x for x in "a!" if name_matches(x, "[!]")] == ["!"]
+
+
+def test_no_letter_of_a_bracket_is_the_dot_between_parts():
+    assert name_matches("a-b", "a[!x]b")
+    assert not name_matches("a.b", "a[!x]b")
 
 
 def test_joined_names_match_themselves_and_nothing_else():
@@ -56,6 +63,11 @@ def test_joined_names_match_themselves_and_nothing_else():
 def test_a_bracket_without_its_other_half_is_refused(pattern):
     with pytest.raises(ConfigError, match="without its other half"):
         name_matches("up", pattern)
+
+
+def test_a_range_that_runs_backwards_is_refused():
+    with pytest.raises(ConfigError, match=r"'w\[z-a\]' has a bad character range z-a"):
+        name_matches("wb", "w[z-a]")
 
 
 def test_a_pattern_that_matches_nothing_lists_the_names_of_one_block():

@@ -15,7 +15,7 @@ from trainkit.models import Decoder, DecoderConfig, Sliding, init_weights
 from trainkit.models.config import Norms
 from trainkit.parallel import compile_blocks, recompute
 from trainkit.parallel.recompute import groups_of, read_mode
-from trainkit.parallel.recompute_budget import Result, choose, fitting
+from trainkit.parallel.recompute_budget import Result, choose, choose_fitting
 from trainkit.types import ConfigError
 
 CONFIG = DecoderConfig(vocab_size=32, width=32, layers=2, heads=4, kv_heads=4, mlp_width=64)
@@ -139,7 +139,7 @@ def test_the_second_of_two_results_is_computed_again_and_the_first_is_not():
 def test_of_two_results_as_dear_as_each_other_the_first_is_kept():
     results = [Result("products", number, inner=4, size=8) for number in range(2)]
     for order in (results, results[::-1]):
-        keeps = fitting(order, room=8)
+        keeps = choose_fitting(order, room=8)
         assert [keeps("products", number) for number in range(2)] == [True, False]
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import trainkit as tk
 from trainkit.parallel import Transform, compile_blocks, fsdp, recompute, tensor_parallel
-from trainkit.parallel.materialize import listed
+from trainkit.parallel.materialize import attach_shapes
 from trainkit.parallel.parameters import find_ties
 from trainkit.tools.testing import run_ranks
 from trainkit.tools.testing.train import certificate_weights as weights
@@ -142,7 +142,7 @@ def folder_of(tensors):
         part = tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))
         return tensors[name][part]
 
-    return listed(read, {name: x.shape for name, x in tensors.items()})
+    return attach_shapes(read, {name: x.shape for name, x in tensors.items()})
 
 
 class Tied(nn.Module):

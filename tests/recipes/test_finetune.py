@@ -12,10 +12,11 @@ from recipe_runs import assert_equal_runs, column, events, here, lines, refusal,
 from transformers import AutoTokenizer
 from weights.hub.test_export_command import saved_run
 
-from trainkit import adapters, chat, hub, metrics, schedules
+from trainkit import adapters, chat, hub, schedules
 from trainkit.__main__ import main
 from trainkit.batch import batch_from_rows
 from trainkit.mesh import solo_parallel
+from trainkit.metrics import steps as step_metrics
 from trainkit.models import Decoder, Experts, make_decoder_config
 from trainkit.post.adapters.frozen import can_shard_bytes
 from trainkit.text.corpora import write_corpus
@@ -75,14 +76,14 @@ def flags_of(base, chats):
 def whole(flags_of, tmp_path_factory):
     """Return the directory of a run of 4 steps on a slow device, and what it printed."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    fetch = metrics.to_host
+    fetch = step_metrics.to_host
 
     def when_done(values):
         time.sleep(DEVICE)
         return fetch(values)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metrics, "to_host", when_done)
+        patch.setattr(step_metrics, "to_host", when_done)
         code, printed = here(flags_of(out, 4), "finetune")
     assert code == 0, printed
     return out, printed
@@ -333,7 +334,7 @@ def test_a_mixture_is_fine_tuned_with_adapters_of_its_experts(flags_of, tmp_path
     folder = str(tmp_path / "mixture")
     assert main(["export", str(tmp_path / "run"), folder]) == 0
     flags = ["--init", folder, "--method", "qlora", "--dora", "--rank", 2, "--lr", 3e-3]
-    flags += ["--adapted", r"layers\.\d+\.(attention|mlp\.experts)\.\w+", "--eval-every", 0]
+    flags += ["--adapted", "layers.*.{attention,mlp.experts}.*", "--eval-every", 0]
     flags += ["--adapter-dropout", 0.1]
     alone = here(flags_of(tmp_path / "one", 2, *flags), "finetune")
     dealt = flags_of(tmp_path / "two", 2, *flags, "--dp-shard", 2, "--ep", 2)

@@ -33,7 +33,9 @@ BEAT |= {"doing": "", "busy": 0.5, "waits": False, "still": 0.0, "state": "runni
 SAVES = CheckpointOptions(save_every=10**6, background_saves=False)
 
 
-def train(out, *, steps=10**6, log_every=1, evaluates=True, profiler=None, pause=0.002):
+def train(
+    out, *, steps=10**6, log_every=1, evaluates=True, samples=True, profiler=None, pause=0.002
+):
     """Take steps that change nothing until somebody stops the run; return what this rank did."""
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
@@ -58,6 +60,8 @@ def train(out, *, steps=10**6, log_every=1, evaluates=True, profiler=None, pause
                 if evaluates and loop.is_due(state, 0):
                     found["evaluated"].append(state.step)
                     state = loop.evaluate(state, lambda: {"loss": 1.5, "tokens": 1})
+                    if samples:
+                        loop.show_sample(state, "once upon")
                 stop = loop.checkpoint(state)
                 time.sleep(pause)
         code = run.finish(state, [model], optimizer, stop=stop) if stop else 0
@@ -112,7 +116,8 @@ def test_each_request_is_carried_out_answered_and_recorded(tmp_path):
     assert by_name["save"] == ("done", int(saved[-1].name[5:]), f"saved in {saved[-1]}")
     assert [by_name[name][1] for name in ("evaluate", "sample")] == found["evaluated"]
     assert by_name["evaluate"][2] == "held-out loss 1.5000"
-    assert by_name["sample"][2].startswith("held-out loss 1.5000; samples, if")
+    assert by_name["sample"][2] == "the sample is in events.jsonl and in the output of the run"
+    assert by_name["sample"][1] in [x["step"] for x in events(tmp_path / "run", "sample")]
     first = by_name["log-every"][1] + 1
     assert by_name["log-every"][2].startswith(f"from step {first} on the metrics of 3 steps")
     begin = by_name["profile"][1] + 1
@@ -151,9 +156,18 @@ def test_an_abort_saves_nothing_and_a_second_stop_is_refused(tmp_path):
 def test_a_run_without_an_evaluation_says_so(tmp_path):
     script = [("evaluate",), ("sample",), ("stop",)]
     _, answers = steer(tmp_path, script, partial(train, tmp_path, evaluates=False))
-    for answer in answers[:2]:
-        assert answer[1] == "ConfigError"
-        assert "this run evaluates nothing" in answer[3]
+    assert [x[1] for x in answers] == ["ConfigError", "ConfigError", "done"]
+    assert "this run evaluates nothing: its recipe does not, or" in answers[0][3]
+    assert "this run writes no samples" in answers[1][3]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_run_that_evaluates_may_write_no_samples(tmp_path):
+    script = [("sample",), ("evaluate",), ("stop",)]
+    found, answers = steer(tmp_path, script, partial(train, tmp_path, samples=False))
+    assert [x[1] for x in answers] == ["ConfigError", "done", "done"]
+    assert "this run writes no samples" in answers[0][3]
+    assert len(found["evaluated"]) == 2
 
 
 @pytest.mark.usefixtures("quick")
@@ -260,7 +274,7 @@ def test_a_recipe_under_torchrun_is_steered_by_the_command(tmp_path, capsys):
             assert time.monotonic() < deadline
             assert process.poll() is None, process.communicate()
             time.sleep(0.05)
-        for words in ("evaluate", "log-every 1", "save", "stop"):
+        for words in ("evaluate", "sample", "log-every 1", "save", "stop"):
             assert main(["control", str(out), *words.split()]) == 0
         reports = capsys.readouterr().out
     finally:
@@ -268,10 +282,12 @@ def test_a_recipe_under_torchrun_is_steered_by_the_command(tmp_path, capsys):
         _, err = process.communicate(timeout=60)
     assert '"text": "held-out loss ' in reports
     steps = {x["request"]: x["step"] for x in events(out, "control")}
-    assert [*steps] == ["evaluate", "log-every", "save", "stop"]
+    assert [*steps] == ["evaluate", "sample", "log-every", "save", "stop"]
     saved = [int(path.name[5:]) for path in list_checkpoints(out / "checkpoints")]
     assert saved == [steps["stop"], steps["save"]]
-    assert [x["step"] for x in events(out, "evaluation")] == [steps["evaluate"]]
+    evaluated = [steps["evaluate"], steps["sample"]]
+    assert [x["step"] for x in events(out, "evaluation")] == evaluated
+    assert [x["step"] for x in events(out, "sample")] == evaluated
     assert [x["step"] for x in lines(out)] == [*range(1, steps["stop"] + 1)]
     assert main(["control", str(out), "save"]) == 64
     assert "has stopped: stop by" in capsys.readouterr().out, err

@@ -25,10 +25,19 @@ def test_a_backward_pass_is_watched_too():
         (x.sqrt() * 0).sum().backward()
 
 
+def test_an_operation_that_writes_into_a_list_of_tensors_is_named():
+    # As an optimizer does; such an operator returns nothing.
+    x = [torch.zeros(2), torch.ones(1)]
+    with pytest.raises(NumericsError, match=r"aten\._foreach_div_.* makes 2 NaN"), find_first_nan():
+        torch._foreach_div_(x, x)
+
+
 def test_an_argument_that_is_nan_already_is_somebody_else_s_fault():
     x = torch.tensor([torch.nan])
     with find_first_nan():
         (x * 2).sum()
+        torch.full((2,), torch.nan)
+        torch.scalar_tensor(torch.nan)  # FSDP's scalar for parameters without a gradient
 
 
 def test_masks_of_infinity_and_memory_that_nobody_has_read_are_no_fault():
@@ -39,6 +48,7 @@ def test_masks_of_infinity_and_memory_that_nobody_has_read_are_no_fault():
         assert scores.softmax(-1).sum() == 1
         torch.empty(1000).fill_(1.0)
         torch.empty_like(scores)
+        torch.full((4,), 255, dtype=torch.uint8).view(torch.float32)  # bytes, as those of a file
 
 
 def test_nothing_is_left_when_the_block_ends():

@@ -58,14 +58,40 @@ def test_the_steps_that_were_asked_for_are_profiled(tmp_path, capsys):
     assert "profile of steps 3 to 4" in capsys.readouterr().out
 
 
-def test_the_first_step_can_be_profiled(tmp_path):
+def test_the_first_step_can_be_profiled(tmp_path, capsys):
     run_steps(tmp_path, 2, asked="1")
     assert count_products(tmp_path / "profiles" / "step_00000001" / "rank_00000.json.gz") == 1
+    assert "profile of step 1:" in capsys.readouterr().out
 
 
-def test_a_run_that_ends_within_the_steps_keeps_what_was_profiled(tmp_path):
+def test_a_run_that_ends_within_the_steps_keeps_what_was_profiled(tmp_path, capsys):
     run_steps(tmp_path, 3, asked="2:9")
     assert count_products(tmp_path / "profiles" / "step_00000002" / "rank_00000.json.gz") == 2
+    [event] = events(tmp_path, "profile")
+    assert (event["first"], event["step"]) == (2, 3)
+    assert "profile of steps 2 to 3:" in capsys.readouterr().out
+
+
+def test_a_run_that_resumes_within_the_steps_profiles_the_rest_of_them(tmp_path):
+    run_steps(tmp_path, 3, asked="2:5", first=3)
+    assert count_products(tmp_path / "profiles" / "step_00000004" / "rank_00000.json.gz") == 2
+    [event] = events(tmp_path, "profile")
+    assert (event["first"], event["step"]) == (4, 5)
+
+
+def test_a_run_that_resumes_after_the_steps_profiles_nothing(tmp_path):
+    run_steps(tmp_path, 2, asked="2:5", first=5)
+    assert not (tmp_path / "profiles").exists()
+
+
+def test_an_infinite_peak_is_refused_before_a_run_starts():
+    with pytest.raises(ConfigError, match="peak_flops must be"):
+        LoggingOptions(peak_flops=float("inf"))
+
+
+def test_steps_after_the_last_one_are_not_awaited_in_silence(tmp_path, capsys):
+    run_steps(tmp_path, 2, asked="100:103")
+    assert "no profile: the run ends at step 99, before step 100" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["", "3:", "0:2", "4:3", "a:b", "1:2:3", "-1"])

@@ -20,9 +20,9 @@ from trainkit.losses.logits import (
     check_labels,
     get_column_hint,
     sum_and_parts,
-    summed_cross_entropy,
+    sum_cross_entropy,
 )
-from trainkit.losses.shaping import UNSHAPED, Shaping, shaped_, unshaped_slopes_
+from trainkit.losses.shaping import UNSHAPED, Shaping, apply_shaping_, undo_shaping_
 from trainkit.losses.softmax import (
     Scores,
     accumulation_dtype,
@@ -296,7 +296,7 @@ def linear_sum(
     """
     # No name for messages: `cast_factors` has checked the arguments.
     if chunk is None and axis.count == 1 and _fits_at_once(factors.weight, labels):
-        return summed_cross_entropy("", _compute_logits(factors), labels)
+        return sum_cross_entropy("", _compute_logits(factors), labels)
     return linear_terms(factors, labels, [(token_loss, 1.0)], axis=axis, chunk=chunk)[0]
 
 
@@ -371,7 +371,7 @@ def linear_terms(
         chunk_shaping = flat_shaping.of(rows)
         # From here on `logits` holds exponentials, from which the entropies and the gradient
         # follow.
-        scores = scores_(shaped_(logits, chunk_shaping, axis), chunk_labels, axis)
+        scores = scores_(apply_shaping_(logits, chunk_shaping, axis), chunk_labels, axis)
         leaves = _make_leaves(scores, logits, chunk_labels, axis, gradient)
         chunk_columns = {name: x[rows] for name, x in columns.items()}
         with torch.set_grad_enabled(gradient):
@@ -392,7 +392,7 @@ def linear_terms(
                 scale=scores.scale,
                 curved=(leaves.entropies.detach(), d_entropies[0]) if d_entropies else None,
             )
-            unshaped_slopes_(logits, chunk_shaping)
+            undo_shaping_(logits, chunk_shaping)
         # No term depends on the logits: the gradient is 0.
         elif gradient:
             logits.zero_()
@@ -637,7 +637,7 @@ def _run_chunks(
     )
 
 
-def logits_maker(factors: Factors) -> Callable[..., Tensor]:
+def make_logits_function(factors: Factors) -> Callable[..., Tensor]:
     """Return make(rows, words), which computes logits in one buffer for all calls.
 
     Args:
@@ -649,7 +649,7 @@ def logits_maker(factors: Factors) -> Callable[..., Tensor]:
 
     Examples:
         >>> import torch
-        >>> make = logits_maker(Factors(torch.ones(3, 2), torch.ones(4, 2)))
+        >>> make = make_logits_function(Factors(torch.ones(3, 2), torch.ones(4, 2)))
         >>> make(slice(0, 2)).shape, make(slice(2, 3), slice(0, 2)).shape
         (torch.Size([2, 4]), torch.Size([1, 2]))
     """

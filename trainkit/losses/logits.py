@@ -58,7 +58,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO) -> Tenso
         >>> float(logits.grad.abs().sum())
         0.0
     """
-    return summed_cross_entropy("cross_entropy", logits, labels, axis)
+    return sum_cross_entropy("cross_entropy", logits, labels, axis)
 
 
 def cross_entropy_per_token(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO) -> Tensor:
@@ -90,7 +90,7 @@ def cross_entropy_per_token(logits: Tensor, labels: Tensor, *, axis: Axis = SOLO
     return _compute_each(logits, labels, axis).view(labels.shape)
 
 
-def summed_cross_entropy(where: str, logits: Tensor, labels: Tensor, axis: Axis = SOLO) -> Tensor:
+def sum_cross_entropy(where: str, logits: Tensor, labels: Tensor, axis: Axis = SOLO) -> Tensor:
     """Return `cross_entropy`; `where` is the calling function, for the message.
 
     Effects:
@@ -98,7 +98,7 @@ def summed_cross_entropy(where: str, logits: Tensor, labels: Tensor, axis: Axis 
 
     Examples:
         >>> import torch
-        >>> summed_cross_entropy("mine", torch.zeros(3, 4), torch.tensor([0, -100, 2]))
+        >>> sum_cross_entropy("mine", torch.zeros(3, 4), torch.tensor([0, -100, 2]))
         tensor(2.7726)
     """
     if axis.count > 1:

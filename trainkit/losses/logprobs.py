@@ -20,10 +20,10 @@ from trainkit.losses.linear import (
     cuts,
     exact_factors,
     get_chunk_size,
-    logits_maker,
     logits_of,
+    make_logits_function,
 )
-from trainkit.losses.shaping import UNSHAPED, Each, Shaping, shaped_, unshaped_slopes_
+from trainkit.losses.shaping import UNSHAPED, Each, Shaping, apply_shaping_, undo_shaping_
 from trainkit.losses.softmax import (
     Partial,
     accumulation_dtype,
@@ -164,12 +164,12 @@ class _TokenLogprobs(torch.autograd.Function):
         labels, axis, shaping, softcap, chunk = options
         # Filters need all words of a token at once, so tiles are whole rows then.
         tiles = _make_tiles(len(hidden), weight, axis, chunk, whole_rows=shaping.filters)
-        make = logits_maker(Factors(hidden, weight, bias, softcap))
+        make = make_logits_function(Factors(hidden, weight, bias, softcap))
         scores = []
         for rows, parts in tiles:
             partials: list[Partial] = []
             for words in parts:
-                logits = shaped_(make(rows, words), shaping.of(rows), axis)
+                logits = apply_shaping_(make(rows, words), shaping.of(rows), axis)
                 partials.append(partial_scores_(logits, words, labels[rows], axis, of=len(weight)))
             # Ranks exchange once for each slice of tokens, after all of its words.
             scores.append(whole_scores(partials, axis))
@@ -203,11 +203,11 @@ class _TokenLogprobs(torch.autograd.Function):
             d_losses = tile_shaping.known(-d_logprobs[rows], losses[rows])[:, None]
             for words in parts:
                 logits, d_softcap = logits_of(factors, rows, words, buffer, needs_slope=True)
-                shaped_(logits, tile_shaping, axis)
+                apply_shaping_(logits, tile_shaping, axis)
                 logits.sub_(normalizers[rows, None]).exp_().mul_(d_losses)  # softmax * d_losses
                 index, own = own_words(labels[rows, None], len(weight), axis, part=words)
                 add_to_own_(logits, index, -d_losses * own)
-                unshaped_slopes_(logits, tile_shaping)
+                undo_shaping_(logits, tile_shaping)
                 if d_softcap is not None:
                     logits.mul_(d_softcap)
                 d_logits = logits.to(factors.weight.dtype)

@@ -106,7 +106,7 @@ def _flatten_setting(where: str, name: str, x: Any, labels: Tensor) -> Any:
     return x
 
 
-def shaped_(logits: Tensor, shaping: Shaping, axis: Axis) -> Tensor:
+def apply_shaping_(logits: Tensor, shaping: Shaping, axis: Axis) -> Tensor:
     """Apply sampling settings to sharded logits `[T, V_r]`.
 
     Effects:
@@ -114,7 +114,7 @@ def shaped_(logits: Tensor, shaping: Shaping, axis: Axis) -> Tensor:
 
     Examples:
         >>> from trainkit.types import SOLO
-        >>> shaped_(torch.tensor([[1.0, 3.0, 2.0]]), Shaping(0.5, top_k=2), SOLO).tolist()
+        >>> apply_shaping_(torch.tensor([[1.0, 3.0, 2.0]]), Shaping(0.5, top_k=2), SOLO).tolist()
         [[-inf, 6.0, 4.0]]
     """
     if not _is(shaping.temperature, 1.0):
@@ -122,18 +122,18 @@ def shaped_(logits: Tensor, shaping: Shaping, axis: Axis) -> Tensor:
     if not shaping.filters:
         return logits
     # Filters rank the words of the whole vocabulary, so that each rank needs all of them.
-    local = words_of_rank(filtered(gather_words(logits, axis), shaping), axis)
+    local = words_of_rank(filter_logits(gather_words(logits, axis), shaping), axis)
     return logits.masked_fill_(local == -torch.inf, -torch.inf)
 
 
-def unshaped_slopes_(slopes: Tensor, shaping: Shaping) -> Tensor:
+def undo_shaping_(slopes: Tensor, shaping: Shaping) -> Tensor:
     """Convert the gradient of shaped logits `[T, V_r]` to that of the logits.
 
     Effects:
         Overwrites `slopes` and returns them.
 
     Examples:
-        >>> unshaped_slopes_(torch.ones(1, 2), Shaping(temperature=0.5))
+        >>> undo_shaping_(torch.ones(1, 2), Shaping(temperature=0.5))
         tensor([[2., 2.]])
     """
     if _is(shaping.temperature, 1.0):
@@ -142,23 +142,23 @@ def unshaped_slopes_(slopes: Tensor, shaping: Shaping) -> Tensor:
     return slopes.div_(_column(shaping.temperature))
 
 
-def reshaped(logits: Tensor, shaping: Shaping) -> Tensor:
+def apply_shaping(logits: Tensor, shaping: Shaping) -> Tensor:
     """Return shaped logits `[R, V]`, differentiable.
 
     Examples:
-        >>> reshaped(torch.tensor([[1.0, 3.0, 2.0]]), Shaping(0.5, top_k=2)).tolist()
+        >>> apply_shaping(torch.tensor([[1.0, 3.0, 2.0]]), Shaping(0.5, top_k=2)).tolist()
         [[-inf, 6.0, 4.0]]
     """
     if not _is(shaping.temperature, 1.0):
         logits = scale_temperature(logits, shaping.temperature)
-    return filtered(logits, shaping)
+    return filter_logits(logits, shaping)
 
 
-def filtered(logits: Tensor, shaping: Shaping) -> Tensor:
+def filter_logits(logits: Tensor, shaping: Shaping) -> Tensor:
     """Apply top_k, top_p and min_p, in this order, to logits `[R, V]` after the temperature.
 
     Examples:
-        >>> filtered(torch.tensor([[1.0, 3.0, 2.0]]), Shaping(top_k=2)).tolist()
+        >>> filter_logits(torch.tensor([[1.0, 3.0, 2.0]]), Shaping(top_k=2)).tolist()
         [[-inf, 3.0, 2.0]]
     """
     if shaping.top_k is not None:

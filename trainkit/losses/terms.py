@@ -40,11 +40,11 @@ from trainkit.losses.logits import (
     cross_entropy_per_token,
     read_field,
     sum_and_parts,
-    summed_cross_entropy,
+    sum_cross_entropy,
     z_loss,
 )
 from trainkit.losses.logprobs import compute_logprobs
-from trainkit.losses.shaping import UNSHAPED, Shaping, reshaped
+from trainkit.losses.shaping import UNSHAPED, Shaping, apply_shaping
 from trainkit.losses.softmax import (
     accumulation_dtype,
     gather_words,
@@ -187,7 +187,7 @@ def next_token(logits: Tensor, batch: Mapping[str, Any]) -> Terms:
         >>> float(terms["loss"])  # log 4
         1.38...
     """
-    total = summed_cross_entropy("next_token", *_read_logits(logits, batch))
+    total = sum_cross_entropy("next_token", *_read_logits(logits, batch))
     return total, {"loss": total.detach()}
 
 
@@ -292,7 +292,7 @@ def _compute_terms(
     check_labels(where, output, labels, words=output.shape[-1])
     flat = labels.flatten()
     rows = output.to(accumulation_dtype(output)).flatten(0, -2)
-    rows = reshaped(rows, shaping.flat(where, labels))
+    rows = apply_shaping(rows, shaping.flat(where, labels))
     logprobs = rows.log_softmax(-1)
     # Clamped, as -100 is no index of a word; ignored tokens become 0 below.
     index = flat.clamp(min=0).unsqueeze(-1)

@@ -24,7 +24,12 @@ import torch.distributed as dist
 
 from trainkit.collectives import get_backends
 from trainkit.mesh.launch import Launch
-from trainkit.mesh.rendezvous_store import SLACK, clear_registrations, session_name, waiting_lines
+from trainkit.mesh.rendezvous_store import (
+    SLACK,
+    clear_registrations,
+    make_wait_reporter,
+    session_name,
+)
 from trainkit.types import ConfigError, PeerError, PreemptedError
 
 T = TypeVar("T")
@@ -350,7 +355,7 @@ def _wait_for_listener(launch: Launch, deadline: float) -> None:
     place = f"{launch.address}:{launch.port}"
     pause = 0.01
     start = time.monotonic()
-    waits_for = waiting_lines(launch)
+    waits_for = make_wait_reporter(launch)
     while True:
         left = deadline - time.monotonic()
         try:

@@ -74,14 +74,14 @@ def missing_ranks(registrations: Sequence[Registration], world: int) -> list[int
     return sorted(set(range(world)) - {entry.rank for entry in registrations})
 
 
-def waiting_lines(launch: Launch) -> Callable[[str], None]:
+def make_wait_reporter(launch: Launch) -> Callable[[str], None]:
     """Return waits_for(ranks), which reports every ten seconds what this rank is waiting for.
 
     Effects:
         From what is returned: writes to stderr.
 
     Examples:
-        >>> waiting_lines(Launch(0, 2, 0))("rank 1 of 2")  # silent in the first seconds
+        >>> make_wait_reporter(Launch(0, 2, 0))("rank 1 of 2")  # silent in the first seconds
     """
     start = last = time.monotonic()
 
@@ -158,7 +158,7 @@ def session_name(launch: Launch, store: dist.Store, deadline: float) -> str:
 
 def _wait_for_ranks(entries: dist.Store, launch: Launch, deadline: float) -> Mapping[str, Any]:
     registrations: list[Registration] = []
-    waits_for = waiting_lines(launch)
+    waits_for = make_wait_reporter(launch)
     while True:
         _read_registrations(entries, registrations)
         trouble = find_trouble(registrations, launch.world)
@@ -185,7 +185,7 @@ def _read_registrations(entries: dist.Store, registrations: list[Registration]) 
 
 def _wait_for_verdict(entries: dist.Store, launch: Launch, deadline: float) -> Mapping[str, Any]:
     pause = 0.002
-    waits_for = waiting_lines(launch)
+    waits_for = make_wait_reporter(launch)
     registrations: list[Registration] = []
     while not entries.check(["verdict"]):
         _read_registrations(entries, registrations)

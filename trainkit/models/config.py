@@ -347,7 +347,7 @@ class Experts:
     def __attrs_post_init__(self) -> None:
         try:
             # `sigmoid_topk` raises the same as a ValueError; a config is the user's input.
-            check_groups("Experts", self.count, self.top_k, self.groups, self.groups_chosen)
+            check_expert_groups("Experts", self.count, self.top_k, self.groups, self.groups_chosen)
         except ValueError as error:
             raise ConfigError(str(error), where="experts", got=attrs.asdict(self)) from None
         # `softmax_topk` has none of these, so they would be ignored without a word.
@@ -374,7 +374,9 @@ class Experts:
         return [i for i in range(layers) if i >= self.first and (i + 1) % self.every == 0]
 
 
-def check_groups(where: str, experts: int, top_k: int, groups: int, groups_chosen: int) -> None:
+def check_expert_groups(
+    where: str, experts: int, top_k: int, groups: int, groups_chosen: int
+) -> None:
     """Raise ValueError unless a token can choose its experts from some of the equal groups.
 
     Raises:

@@ -26,7 +26,7 @@ from trainkit.models.init_weights import init_weights
 from trainkit.models.kv_cache import KVCache
 from trainkit.models.latent_attention import LatentAttention
 from trainkit.models.layers import Embedding, Joined, Linear, Mlp, WideNorm, make_norm
-from trainkit.models.rotary import Table, rotary_frequencies, rotary_table, rotated
+from trainkit.models.rotary import Table, rotary_frequencies, rotary_table, rotate_qk
 from trainkit.noise import counters
 from trainkit.types import (
     Attend,
@@ -162,7 +162,7 @@ class Attention(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in (q, k, v))
         if self.qk_norm and self.qk_norm != "wide":
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotated(q, k, rotary)
+        q, k = rotate_qk(q, k, rotary)
         attend = attend or self.attend
         out = attend(
             q,

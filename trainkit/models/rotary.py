@@ -117,12 +117,12 @@ Table = tuple[Tensor, Tensor]
 """Cosines and sines, as `rotary_table` returns them."""
 
 
-def rotated(q: Tensor, k: Tensor, table: Table | None) -> tuple[Tensor, Tensor]:
+def rotate_qk(q: Tensor, k: Tensor, table: Table | None) -> tuple[Tensor, Tensor]:
     """Return rotated queries and keys; without a table, the tensors themselves.
 
     Examples:
         >>> q, k = torch.ones(2, 1, 1, 1, 2)
-        >>> rotated(q, k, None)[0] is q
+        >>> rotate_qk(q, k, None)[0] is q
         True
     """
     if table is None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainkit.models.config import check_groups
+from trainkit.models.config import check_expert_groups
 from trainkit.noise import counters
 from trainkit.types import check_range
 
@@ -126,7 +126,7 @@ def sigmoid_topk(
             f"{tuple(bias.shape)}"
         )
     check_range("sigmoid_topk", above=0, scale=scale)
-    check_groups("sigmoid_topk", logits.shape[-1], top_k, groups, groups_chosen)
+    check_expert_groups("sigmoid_topk", logits.shape[-1], top_k, groups, groups_chosen)
     scores = _to_fp32(logits).sigmoid()
     if indices is None:
         biased = scores.detach() if bias is None else scores.detach() + bias

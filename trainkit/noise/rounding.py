@@ -65,7 +65,7 @@ def round_bf16_stochastic(x: Tensor, key: Tensor) -> Tensor:
 
 
 def rounding_keys(key: int, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
-    """Return the keys with which `rounded_rows` rounds the rows of a box of a tensor.
+    """Return the keys with which `round_rows` rounds the rows of a box of a tensor.
 
     Args:
         key: The whole tensor's, for instance `make_key(seed, name)`.
@@ -112,7 +112,7 @@ def _mix_32(x: Tensor) -> Tensor:
     return ((x ^ (x >> 15)) * 0x846CA68B) & MASK_32
 
 
-def rounded_rows(
+def round_rows(
     x: Tensor,
     keys: Tensor,
     *,
@@ -140,10 +140,10 @@ def rounded_rows(
 
     Examples:
         >>> keys, x = rounding_keys(7, (2, 500), (0, 0)), torch.full((1000,), 1 + 2.0**-8)
-        >>> whole = rounded_rows(x, keys, columns=500, begin=0, first=0)
+        >>> whole = round_rows(x, keys, columns=500, begin=0, first=0)
         >>> 450 < int((whole > 1).sum()) < 550
         True
-        >>> torch.equal(rounded_rows(x[7:], keys, columns=500, begin=7, first=0), whole[7:])
+        >>> torch.equal(round_rows(x[7:], keys, columns=500, begin=7, first=0), whole[7:])
         True
     """
     # Flat indices in the box, from which follow the row and the column in the full tensor.
@@ -169,15 +169,15 @@ def fill_noise(  # noqa: PLR0917 (compiled code)
     begin: int,
     out: Any,
 ) -> None:
-    """Fill an array with the random bits of `rounded_rows` at a step, in a compiled loop.
+    """Fill an array with the random bits of `round_rows` at a step, in a compiled loop.
 
     Args:
         keys: uint32 `[rows]`, from `rounding_keys`; the loop computes `keys_at` itself.
         step: The count of steps, an int.
-        columns: As in `rounded_rows`, and so are `first` and `begin`.
+        columns: As in `round_rows`, and so are `first` and `begin`.
         first: The index of the box's first column.
         begin: The index of `out[0]` in the flat box.
-        out: uint32, flat; both halves of each element are those of `rounded_rows`.
+        out: uint32, flat; both halves of each element are those of `round_rows`.
     """
     # Numba widens uint32 to 64 bits in every operation, so each result is cast back.
     counted = np.uint32(np.uint32(step) * np.uint32(GOLDEN_32))

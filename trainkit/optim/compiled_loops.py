@@ -271,7 +271,7 @@ _overload_by_storage(array_at, none=_do_nothing, other=_make_array)
 
 
 @functools.cache
-def rule_loop(rule: Callable[..., Any], moments: int) -> Callable[..., None]:
+def make_rule_loop(rule: Callable[..., Any], moments: int) -> Callable[..., None]:
     """Return the loop of a rule over flat memory, compiled at its first call.
 
     Args:
@@ -288,7 +288,7 @@ def rule_loop(rule: Callable[..., Any], moments: int) -> Callable[..., None]:
         `make_offsets`.
 
     Examples:
-        >>> loop = rule_loop(lambda p, g, c: p - c[0] * g, 0)
+        >>> loop = make_rule_loop(lambda p, g, c: p - c[0] * g, 0)
         >>> p, none = np.array([3.0], np.float32), (None,) * 5
         >>> addresses, c = (p.ctypes.data, p.ctypes.data, 0, 0, 0, 0, 0), (np.float32(0.5),)
         >>> offsets = np.empty(0, np.int32)

@@ -19,7 +19,7 @@ from numba.extending import overload, register_jitable
 from torch import Tensor, nn
 
 from trainkit.optim.combine import load_as_saved_
-from trainkit.optim.compiled_loops import rule_loop
+from trainkit.optim.compiled_loops import make_rule_loop
 from trainkit.optim.groups import check_numbers
 from trainkit.optim.rounding_keys import Rows
 from trainkit.optim.storage import (
@@ -283,7 +283,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
                     state[x], torch.as_tensor(count, dtype=torch.float64), found_inf
                 )
         grad = redistribute_like(p, p.grad)
-        # In the order of `rule_loop`: parameter, gradient, rest, two moments, their scales.
+        # In the order of `make_rule_loop`: parameter, gradient, rest, two moments, their scales.
         tensors = [p, grad, *map(state.get, self.parts_of_state)]
         shards = [None if x is None else get_local(x) for x in tensors]
         dtypes = _describe_dtypes(*[None if x is None else x.dtype for x in shards])
@@ -333,7 +333,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         # The loop takes addresses, so tensors must be contiguous; copies are written back below.
         flat = [x if x is None or x.is_contiguous() else x.contiguous() for x in shards]
         size = cast("Tensor", flat[0]).numel()
-        rule_loop(self.rule, len(self.moments))(
+        make_rule_loop(self.rule, len(self.moments))(
             size,
             tuple([0 if x is None else x.data_ptr() for x in flat]),
             dtypes.arrays,

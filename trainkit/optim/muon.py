@@ -74,7 +74,7 @@ def orthogonalize(matrices: Tensor, *, steps: int = 5, dtype: torch.dtype | None
     """
     check_range("orthogonalize", at_least=1, steps=steps)
     a, b, c = _COEFFICIENTS
-    x = matrices.to(dtype or get_compute_dtype(matrices)).contiguous()
+    x = matrices.to(dtype or get_orthogonalization_dtype(matrices)).contiguous()
     x = x.reshape(-1, *x.shape[-2:])  # [matrices, rows, columns], for the batched products
     is_tall = x.shape[-2] > x.shape[-1]
     # The square of a norm in bf16 would have 8 bits.
@@ -90,11 +90,11 @@ def orthogonalize(matrices: Tensor, *, steps: int = 5, dtype: torch.dtype | None
     return (x.mT if is_tall else x).reshape(matrices.shape).to(matrices.dtype)
 
 
-def get_compute_dtype(x: Tensor) -> torch.dtype:
+def get_orthogonalization_dtype(x: Tensor) -> torch.dtype:
     """Return the default dtype in which a matrix is orthogonalized.
 
     Examples:
-        >>> get_compute_dtype(torch.ones(1, dtype=torch.bfloat16))
+        >>> get_orthogonalization_dtype(torch.ones(1, dtype=torch.bfloat16))
         torch.float32
     """
     if x.dtype == torch.float64:
@@ -332,7 +332,11 @@ class Muon(torch.optim.Optimizer):
             for p in group["params"]:
                 if not p.requires_grad:
                     continue
-                dtype = getattr(torch, group["dtype"]) if group["dtype"] else get_compute_dtype(p)
+                dtype = (
+                    getattr(torch, group["dtype"])
+                    if group["dtype"]
+                    else get_orthogonalization_dtype(p)
+                )
                 kind = (_mesh_of(p), dtype, p.device)
                 members.setdefault(kind, []).append((p, group))
                 # What a plan depends on; all other options are read from the groups in each step.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.noise.hashing import make_key
-from trainkit.noise.rounding import keys_at, rounded_rows, rounding_keys
+from trainkit.noise.rounding import keys_at, round_rows, rounding_keys
 from trainkit.parallel.parameters import get_local_box
 
 
@@ -77,7 +77,7 @@ class Rows:
 
     def round(self, x: Tensor, keys: Tensor, step: Any, *, lower: bool = False) -> Tensor:
         """Round the flat values of all rows to bf16, by the keys and the step."""
-        return rounded_rows(
+        return round_rows(
             x.to(torch.float32),
             keys_at(keys, step),
             columns=self.columns,

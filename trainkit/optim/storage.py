@@ -1,7 +1,7 @@
 """Low-precision optimizer state: blockwise quantized moments, and rounding of bf16 parameters.
 
 Results do not depend on the layout: a block of a moment lies in one row of the full tensor, and the
-random bits of rounding depend on the parameter's name and index; see `noise.rounded_rows`.
+random bits of rounding depend on the parameter's name and index; see `noise.round_rows`.
 """
 
 from __future__ import annotations

@@ -384,6 +384,8 @@ def _check_values(optimizer: str, options: Mapping[str, Any]) -> None:
                 want=supported,
             )
         default = defaults[name]
+        if default is None:
+            continue  # it says no type; the optimizer checks the value, as it checks ranges
         # Users write 1 for 1.0, so numbers are of one type.
         expected_type = (int, float) if type(default) in (int, float) else type(default)
         if not isinstance(value, expected_type):
@@ -430,7 +432,7 @@ def parse_groups(texts: Iterable[str], *, optimizer: str = "adamw") -> dict[str,
         optimizer: The optimizer of groups that name none.
 
     Raises:
-        ConfigError: As `parse_options`; or two texts start with the same expression.
+        ConfigError: As `parse_options`; or two texts start with the same pattern.
 
     Examples:
         >>> parse_groups(["head.* lr_scale=0.5 optimizer=lion betas=(0.8,0.9)"])

@@ -49,14 +49,14 @@ def set_attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
         layers = [x for x in layers if hasattr(x, "head_size") or hasattr(x, "widest_head")]
         if not layers:
             raise ConfigError(
-                f"attention: {', '.join(names)} cannot be chosen, no submodule has attributes "
+                f"set_attention: {', '.join(names)} cannot be chosen, no submodule has attributes "
                 "'attend' and 'head_size'; leave attention out",
                 where="attention",
                 got=list(names),
             )
         if ps.ring.count > 1:
             raise ConfigError(
-                f"attention: {', '.join(names)} cannot be chosen, ring = {ps.ring.count} has "
+                f"set_attention: {', '.join(names)} cannot be chosen, ring = {ps.ring.count} has "
                 "kernels of its own; leave attention out",
                 where="attention",
                 got=list(names),

@@ -16,7 +16,7 @@ import torch
 
 from trainkit.mesh import get_world_size
 from trainkit.models.config import DecoderConfig
-from trainkit.parallel.split import SCHEDULES, assign_stages, microbatches_wanted
+from trainkit.parallel.split import SCHEDULES, assign_stages, get_needed_microbatches
 from trainkit.types import BatchShape, ConfigError, Layout
 
 _MAX_PROBLEMS = 8  # in one message
@@ -330,7 +330,7 @@ def _find_stage_problems(
         )
 
     def missing(count: int) -> str | None:
-        return microbatches_wanted(layout.schedule, layout.pp, num_stages, count)
+        return get_needed_microbatches(layout.schedule, layout.pp, num_stages, count)
 
     rows_at_once = readers * rows.microbatch
     # Rounded up: padding rows fill the last microbatch.

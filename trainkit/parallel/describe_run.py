@@ -9,7 +9,7 @@ from trainkit.collectives import all_gather_objects
 from trainkit.packing.report import report_packing
 from trainkit.parallel.attention import describe_attention
 from trainkit.parallel.linear_layers import describe_linears
-from trainkit.parallel.parameters import get_kind, get_named_parameters, is_tied_copy
+from trainkit.parallel.parameters import get_named_parameters, get_parameter_kind, is_tied_copy
 from trainkit.parallel.stage_forward import compute_device
 from trainkit.parallel.stage_ranks import as_stages
 from trainkit.types import Bins, Precision, Stages
@@ -57,7 +57,7 @@ def describe_run(
     own = [p for p in get_named_parameters(stages).values() if not is_tied_copy(p)]
     # In full size: `numel` of a DTensor counts the elements of all shards.
     counts = [
-        sum(p.numel() for p in own if get_kind(p) == kind)
+        sum(p.numel() for p in own if get_parameter_kind(p) == kind)
         for kind in ("trained", "frozen", "packed")
     ]
     # Over pp only: ranks of other axes have shards of the same parameters.

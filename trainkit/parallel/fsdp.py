@@ -295,7 +295,7 @@ def _shard_unit_(
 
     def search(module: nn.Module, dtype: torch.dtype | None) -> None:
         for child in _children_without_unit(module):
-            own = _trained_dtype(child, names) or dtype
+            own = _find_trained_dtype(child, names) or dtype
             if own != dtype and child not in parts:
                 if type(child).forward is nn.Module.forward:
                     raise ConfigError(
@@ -313,7 +313,7 @@ def _shard_unit_(
 
     by_dtype: dict[torch.dtype | None, list[nn.Module]] = {}
     for top in [unit] if isinstance(unit, nn.Module) else unit:
-        dtype = _trained_dtype(top, names) or _most_common_dtype(top)
+        dtype = _find_trained_dtype(top, names) or _most_common_dtype(top)
         by_dtype.setdefault(dtype, []).append(top)
         search(top, dtype)
     for part in reversed(parts):  # the innermost first
@@ -331,7 +331,7 @@ def _children_without_unit(module: nn.Module) -> list[nn.Module]:
     return [child for child in module.children() if not isinstance(child, FSDPModule)]
 
 
-def _trained_dtype(module: nn.Module, names: Mapping[nn.Module, str]) -> torch.dtype | None:
+def _find_trained_dtype(module: nn.Module, names: Mapping[nn.Module, str]) -> torch.dtype | None:
     """Return the dtype of the trained parameters that a module holds directly; None without any."""
     own = module.named_parameters(recurse=False)
     by_dtype = {p.dtype: name for name, p in own if p.requires_grad}

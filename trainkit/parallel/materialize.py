@@ -194,7 +194,7 @@ def compute_buffers(make_model: Callable[[], nn.Module]) -> dict[str, Tensor]:
 # ---------------------------------------------------------------------------- weights with a list
 
 
-def listed(weights: Weights, shapes: Mapping[str, Sequence[int]]) -> Weights:
+def attach_shapes(weights: Weights, shapes: Mapping[str, Sequence[int]]) -> Weights:
     """Attach the shapes of its full tensors to a `Weights` function; a model must use all of them.
 
     Effects:
@@ -202,7 +202,7 @@ def listed(weights: Weights, shapes: Mapping[str, Sequence[int]]) -> Weights:
 
     Examples:
         >>> ones = lambda name, shape, offset: torch.ones(tuple(shape))
-        >>> shapes_of(listed(ones, {"a": [2]}))
+        >>> shapes_of(attach_shapes(ones, {"a": [2]}))
         {'a': (2,)}
     """
     tuples = {name: tuple(shape) for name, shape in shapes.items()}
@@ -211,7 +211,7 @@ def listed(weights: Weights, shapes: Mapping[str, Sequence[int]]) -> Weights:
 
 
 def shapes_of(weights: Weights) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes of the full tensors that `listed` has attached; by default none.
+    """Return the shapes of the full tensors that `attach_shapes` has attached; by default none.
 
     Examples:
         >>> shapes_of(lambda name, shape, offset: torch.ones(tuple(shape)))
@@ -232,7 +232,7 @@ def check_fit(model: nn.Module, weights: Weights) -> None:
 
     Examples:
         >>> ones = lambda name, shape, offset: torch.ones(tuple(shape))
-        >>> check_fit(nn.Linear(1, 1), listed(ones, {"weight": (1, 1), "scale": (1,)}))
+        >>> check_fit(nn.Linear(1, 1), attach_shapes(ones, {"weight": (1, 1), "scale": (1,)}))
         Traceback (most recent call last):
         trainkit.types.CheckpointError: build_stages: the weights hold 'scale', which the model ...
     """
@@ -339,4 +339,4 @@ def weights_from_module(module: nn.Module, *, axis: Axis = SOLO) -> Weights:
             raise ValueError(f"weights_from_module: the module has no tensor {name!r}")
         return narrow_to_box(named[name].detach(), shape, offset)
 
-    return listed(read, {name: tensor.shape for name, tensor in named.items()})
+    return attach_shapes(read, {name: tensor.shape for name, tensor in named.items()})

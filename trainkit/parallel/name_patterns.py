@@ -5,6 +5,7 @@ They are those of a shell, with the parts of a name, which dots separate, in pla
     *          one part of a name, or some letters of it   layers.*.mlp.up, *.weight
     **         any number of parts, or none                **.bias, layers.3.**, **
     ?  [qkv]   one letter; one of these letters            layers.*.attention.w[qkv]
+    [!o]       one letter that is none of these            layers.*.attention.w[!o]
     {a,b}      one of several                              layers.*.{attention,mlp}_norm.weight
 
 A pattern matches whole names in the whole model, which do not depend on the layout.
@@ -27,7 +28,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     r"""Return a pattern of names as a regular expression for `fullmatch`.
 
     Raises:
-        ConfigError: A bracket is not closed.
+        ConfigError: A bracket is not closed, or a range runs backwards.
 
     Examples:
         >>> compile_pattern("layers.*.{up,down}").pattern
@@ -44,8 +45,10 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
         elif piece.startswith("**"):
             translated.append(".*")
         elif piece.startswith("["):
-            letters = re.sub(r"[\\\[]", r"\\\g<0>", piece[1:-1])
-            translated.append(f"[^{letters[1:]}]" if letters[0] == "!" else f"[{letters}]")
+            letters = re.sub(r"[\\\[^&~|]", r"\\\g<0>", piece[1:-1])
+            is_negated = letters[0] == "!" and len(letters) > 1
+            # A dot is no letter: it ends a part.
+            translated.append(f"[^.{letters[1:]}]" if is_negated else f"[{letters}]")
         elif piece == "," and not depth:
             translated.append(",")
         else:
@@ -53,7 +56,15 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
             translated.append(special.get(piece) or re.escape(piece))
     else:
         if not depth:
-            return re.compile("".join(translated))
+            try:
+                return re.compile("".join(translated))
+            except re.error as error:
+                raise ConfigError(
+                    f"a pattern of names is not valid: {pattern!r} has a {error.msg}",
+                    where="pattern",
+                    got=pattern,
+                    want="ranges in the order of the letters, as in 'layers.[0-3].**'",
+                ) from error
     raise ConfigError(
         f"a pattern of names is not complete: {pattern!r} has a bracket without its other half",
         where="pattern",

@@ -18,13 +18,13 @@ from trainkit.parallel.parameters import find_blocks
 from trainkit.parallel.transforms import Transform
 from trainkit.types import ConfigError, ParallelState
 
-Start = Callable[[], Callable[[], Tensor]]
-Store = Callable[[Tensor], Start]
+StartCopy = Callable[[], Callable[[], Tensor]]
+Store = Callable[[Tensor], StartCopy]
 """`start = store(x)` starts to copy x, uint8 `[N]` on the device, away; `ready = start()` starts
 the copy back; `ready()` returns its result, for use by the work that is queued next."""
 
 
-def copy_to_host(x: Tensor) -> Start:
+def copy_to_host(x: Tensor) -> StartCopy:
     """Copy bytes to host memory and back: the default `Store` of `offload_activations`.
 
     On CUDA the host memory is pinned, and a separate stream copies. On other devices the copies are
@@ -153,7 +153,7 @@ class _Entry:
         self.origin = StorageWeakRef(x.untyped_storage())
         self.on_device: Tensor | None = x.detach()
         self.version, self.is_changed = x._version, False  # noqa: SLF001 (which autograd compares)
-        self.start: Start | None = None
+        self.start: StartCopy | None = None
         self.ready: Callable[[], Tensor] | None = None
 
     def offload(self) -> None:

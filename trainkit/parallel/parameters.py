@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from trainkit.parallel.name_patterns import name_matches
 from trainkit.parallel.notes import Note
 
-Kind = Literal["trained", "frozen", "packed"]
+ParameterKind = Literal["trained", "frozen", "packed"]
 """Trainable, frozen, or the packed bytes of a frozen quantized matrix."""
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -196,11 +196,14 @@ def is_base(parameter: Tensor) -> bool:
     return _IS_BASE.read(parameter)
 
 
-def get_kind(parameter: Tensor) -> Kind:
+def get_parameter_kind(parameter: Tensor) -> ParameterKind:
     """Return whether a parameter is trainable, frozen or packed bytes.
 
     Examples:
-        >>> get_kind(nn.Parameter(torch.ones(1))), get_kind(torch.ones(1, dtype=torch.uint8))
+        >>> (
+        ...     get_parameter_kind(nn.Parameter(torch.ones(1))),
+        ...     get_parameter_kind(torch.ones(1, dtype=torch.uint8)),
+        ... )
         ('trained', 'packed')
     """
     if parameter.dtype == torch.uint8:

@@ -22,7 +22,7 @@ from trainkit.parallel.recompute import recomputes_selectively
 from trainkit.parallel.split import (
     SCHEDULES,
     assign_stages,
-    microbatches_wanted,
+    get_needed_microbatches,
 )
 from trainkit.parallel.stage_ranks import StagePlace, get_stage_places
 from trainkit.parallel.tied_embeddings import set_aside_tied
@@ -125,7 +125,7 @@ def make_pipeline(
     _check_stages(stages, places, schedule=schedule, reduce=reduce, axis=axis)
     step = _Step(stages, places, loss, stages.call)
     schedules: dict[Any, Any] = {}
-    kinds: dict[str, stage_forward.Kind] = {}
+    kinds: dict[str, stage_forward.TermKind] = {}
     last = places[0].ranks[-1]  # the rank that computes the loss
 
     def get_schedule(edge: tuple[Tensor, ...], microbatches: int) -> Any:
@@ -245,7 +245,7 @@ def _check_stages(
 def _check_microbatches(
     schedule: str, count: int, places: Sequence[StagePlace], axis: Axis
 ) -> None:
-    required = microbatches_wanted(schedule, axis.count, len(places[0].ranks), count)
+    required = get_needed_microbatches(schedule, axis.count, len(places[0].ranks), count)
     if required is not None:
         raise ConfigError(
             f"forward_backward: there are {count} microbatches in a step, the schedule {schedule} "

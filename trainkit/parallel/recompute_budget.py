@@ -122,14 +122,16 @@ def choose(
     total = _bytes_of(priced.saved, without=[*weights, *constants])
     # A result that was followed by a saved tensor is needed by a backward pass.
     needed = [result for result, before in priced.found if before < len(priced.saved)]
-    return fitting(needed, budget * total - _bytes_of(activations))
+    return choose_fitting(needed, budget * total - _bytes_of(activations))
 
 
-def fitting(results: Iterable[Result], room: float) -> Keeps:
+def choose_fitting(results: Iterable[Result], room: float) -> Keeps:
     """Choose the most expensive results that fit into a number of bytes.
 
     Examples:
-        >>> keeps = fitting([Result("products", i, inner, 4) for i, inner in enumerate((1, 2))], 6)
+        >>> keeps = choose_fitting(
+        ...     [Result("products", i, inner, 4) for i, inner in enumerate((1, 2))], 6
+        ... )
         >>> keeps("products", 0), keeps("products", 1)
         (False, True)
     """

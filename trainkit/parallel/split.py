@@ -19,7 +19,7 @@ from trainkit.types import ConfigError
 
 
 @attrs.frozen
-class Kind:
+class ScheduleKind:
     """The properties of a pipeline schedule.
 
     Attributes:
@@ -35,13 +35,15 @@ class Kind:
 
 
 SCHEDULES = {
-    "gpipe": Kind("ScheduleGPipe", "one"),
-    "1f1b": Kind("Schedule1F1B", "one"),
-    "interleaved_1f1b": Kind("ScheduleInterleaved1F1B", "loop"),
-    "looped_bfs": Kind("ScheduleLoopedBFS", "loop"),
-    "interleaved_zero_bubble": Kind("ScheduleInterleavedZeroBubble", "loop", splits_backward=True),
-    "zero_bubble_v": Kind("ScheduleZBVZeroBubble", "v", splits_backward=True),
-    "dual_pipe_v": Kind("ScheduleDualPipeV", "v", splits_backward=True),
+    "gpipe": ScheduleKind("ScheduleGPipe", "one"),
+    "1f1b": ScheduleKind("Schedule1F1B", "one"),
+    "interleaved_1f1b": ScheduleKind("ScheduleInterleaved1F1B", "loop"),
+    "looped_bfs": ScheduleKind("ScheduleLoopedBFS", "loop"),
+    "interleaved_zero_bubble": ScheduleKind(
+        "ScheduleInterleavedZeroBubble", "loop", splits_backward=True
+    ),
+    "zero_bubble_v": ScheduleKind("ScheduleZBVZeroBubble", "v", splits_backward=True),
+    "dual_pipe_v": ScheduleKind("ScheduleDualPipeV", "v", splits_backward=True),
 }
 """The pipeline schedules by name.
 
@@ -59,14 +61,14 @@ _STAGES_PER_RANK = {
 }
 
 
-def schedule_kind(schedule: str) -> Kind:
+def get_schedule_kind(schedule: str) -> ScheduleKind:
     """Return the properties of a schedule by its name.
 
     Raises:
         ConfigError: There is no such schedule.
 
     Examples:
-        >>> schedule_kind("zero_bubble_v").placement
+        >>> get_schedule_kind("zero_bubble_v").placement
         'v'
     """
     if schedule not in SCHEDULES:
@@ -99,7 +101,7 @@ def assign_stages(schedule: str, ranks: int, *, per_rank: int | None = None) -> 
         >>> assign_stages("dual_pipe_v", 2)
         (0, 1, 1, 0)
     """
-    placement = schedule_kind(schedule).placement
+    placement = get_schedule_kind(schedule).placement
     fewest, most, default = _STAGES_PER_RANK[placement]
     num_stages = default if per_rank is None else per_rank
     if not fewest <= num_stages <= most:
@@ -117,7 +119,7 @@ def assign_stages(schedule: str, ranks: int, *, per_rank: int | None = None) -> 
     return tuple(stage % ranks for stage in range(ranks * num_stages))
 
 
-def microbatches_wanted(schedule: str, ranks: int, stages: int, count: int) -> str | None:
+def get_needed_microbatches(schedule: str, ranks: int, stages: int, count: int) -> str | None:
     """Return the number of microbatches that a schedule needs, as text; None if it can run `count`.
 
     Args:
@@ -127,8 +129,8 @@ def microbatches_wanted(schedule: str, ranks: int, stages: int, count: int) -> s
         count: The number of microbatches in a step.
 
     Examples:
-        >>> microbatches_wanted("1f1b", 4, 4, 4)
-        >>> microbatches_wanted("1f1b", 4, 4, 2)
+        >>> get_needed_microbatches("1f1b", 4, 4, 4)
+        >>> get_needed_microbatches("1f1b", 4, 4, 2)
         'at least 4 for 4 stages'
     """
     fewest = stages if schedule in ("1f1b", "dual_pipe_v") else 1

@@ -168,13 +168,13 @@ def forward_stages(stages: Stages, batch: Mapping[str, Any], *, call: Call | Non
 # ------------------------------------------------------------------------------------------- terms
 
 
-Kind = tuple[str, tuple[int, ...]]
+TermKind = tuple[str, tuple[int, ...]]
 """The dtype and the shape of a term."""
 
 
 def share_terms(
     sums: Mapping[str, Tensor],
-    kinds: Mapping[str, Kind],
+    kinds: Mapping[str, TermKind],
     *,
     axis: Axis,
     source: int,
@@ -207,7 +207,7 @@ def share_terms(
 
 def agree_on_kinds(
     sums: Mapping[str, Tensor], terms: Sequence[str], *, axis: Axis, source: int
-) -> dict[str, Kind]:
+) -> dict[str, TermKind]:
     """Return the dtype and shape of each term, as the rank of the last stage has them.
 
     Raises:

@@ -14,7 +14,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 from trainkit.parallel.grad_reduction import Reduction, find_reducers, reshards_after_forward
-from trainkit.parallel.split import Kind
+from trainkit.parallel.split import ScheduleKind
 from trainkit.parallel.stage_ranks import StagePlace
 from trainkit.phases import as_phase, measure_phase
 from trainkit.types import Axis
@@ -142,7 +142,7 @@ def splits_rightly() -> bool:
     return w.grad is not None and w.grad.item() == 1
 
 
-def make_schedule(kind: Kind, stages: Sequence[Stage], microbatches: int) -> Any:
+def make_schedule(kind: ScheduleKind, stages: Sequence[Stage], microbatches: int) -> Any:
     """Return torch's schedule; the last stage's output is the loss already.
 
     Raises:

@@ -33,7 +33,7 @@ REQUESTS: Mapping[str, str] = {
     "stop": "save and stop, as a signal does; the same command resumes the run",
     "abort": "stop without a save; the same command resumes from the last checkpoint",
     "evaluate": "evaluate after the next step",
-    "sample": "the same, for recipes that write samples when they evaluate",
+    "sample": "write a sample after the next step, as recipes do when they evaluate",
     "profile": "profile that many steps",
     "log-every": "read the metrics of that many steps at once from now on",
 }

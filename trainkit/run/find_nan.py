@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from trainkit.parallel.grad_reduction import get_local
 from trainkit.types import NumericsError
 
-# Operators whose results are whatever stood in memory.
-_UNREAD = ("empty", "new_empty", "resize")
+# Operators whose results are whatever stood in memory: unused, or bytes under another dtype.
+_UNREAD = ("empty", "new_empty", "resize", "view.dtype")
 
 
 @contextlib.contextmanager
@@ -61,14 +62,16 @@ class _Watch(TorchDispatchMode):
         results = func(*args, **kwargs)
         if was_nan or func.name().rpartition("::")[2].startswith(_UNREAD):
             return results
-        for result in tree_leaves(results):
+        # Operators on lists, as an optimizer's, return nothing: their results are in the arguments.
+        made = [results, arguments] if func._schema.is_mutable else results  # noqa: SLF001
+        for result in tree_leaves(made):
             if count := _count_nan(result):
                 shapes = [
                     list(x.shape) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
                 ]
                 raise NumericsError(
                     f"find_first_nan: {func} makes {count} NaN of {result.numel()} values from "
-                    f"arguments of shapes {shapes}, which have none",
+                    f"arguments of shapes {shapes}, which had none",
                     where=str(func),
                     got=count,
                 )
@@ -76,6 +79,8 @@ class _Watch(TorchDispatchMode):
 
 
 def _count_nan(x: Any) -> int:
+    if isinstance(x, float):  # a fill value, as of `torch.full`
+        return int(math.isnan(x))
     if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
         return 0
     local = get_local(x)

@@ -143,7 +143,7 @@ def watch_layers(
         with torch.no_grad():
             gradients = {name: p.grad for name, p in params.items() if p.grad is not None}
             tables.append(_tabulate(params, names, replica=replica))
-            tables.append(_tabulate(gradients, names, replica=replica))
+            tables.append(_tabulate(gradients, names, replica=replica, device=tables[0].device))
             before.update({name: p.detach().clone() for name, p in params.items()})
 
     def finish(*_: object) -> None:
@@ -173,9 +173,16 @@ def watch_layers(
             hook.remove()
 
 
-def _tabulate(tensors: Mapping[str, Tensor], names: Sequence[str], *, replica: int) -> Tensor:
+def _tabulate(
+    tensors: Mapping[str, Tensor],
+    names: Sequence[str],
+    *,
+    replica: int,
+    device: torch.device | None = None,
+) -> Tensor:
     """Return the sums of this rank's elements, fp64 `[N, 5]`; zeros for what others count."""
-    device = next((x.device for x in tensors.values()), None)
+    # Where no parameter has a gradient, the device is that of the parameters.
+    device = next((x.device for x in tensors.values()), device)
     table = torch.zeros(len(names), 5, dtype=torch.float64, device=device)
     for row, name in enumerate(names):
         if name not in tensors:

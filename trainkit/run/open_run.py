@@ -64,6 +64,7 @@ from trainkit.run.plots.loss import plot_loss
 from trainkit.run.profiling import ProfileSummary, profile
 from trainkit.run.reproducible import set_numerics
 from trainkit.run.signals import Vote, open_step_vote, trap_signals
+from trainkit.run.sinks.console import escape_control_characters
 from trainkit.run.sinks.jsonl import (
     WriteEvent,
     compare_evaluations,
@@ -490,6 +491,9 @@ class Run:
             self.log(f"no mfu: the peak of {name} is not known; --logging.peak-flops gives it")
         if logging.sync_phases and device.type != "cpu":
             self.times.wait = partial(torch.accelerator.synchronize, device)
+        asked = ProfileSteps.parse(logging.profile) if logging.profile else None
+        if asked is not None and asked.first > steps:
+            self.log(f"no profile: the run ends at step {steps}, before step {asked.first}")
         if state.step >= steps:
             self.log(
                 f"the run in {self.dir} is complete at step {state.step}; --steps takes it further"
@@ -513,7 +517,7 @@ class Run:
             policy=policy or health.Policy(),
             peak_flops=peak,
             readings=RankReadings(device, self.ps.world),
-            profile=ProfileSteps.parse(logging.profile) if logging.profile else None,
+            profile=asked,
             anomaly=logging.anomaly,
             layers_every=logging.layers_every,
             capture=logging.capture,
@@ -802,11 +806,11 @@ class Loop:
         self._profile = ProfileSteps(step + 1, step + steps)
         return (
             f"steps {step + 1} to {step + steps} are profiled; traces will be in "
-            f"{self._get_profile_dir(self._profile)}"
+            f"{self._get_profile_dir(self._profile.first)}"
         )
 
-    def _get_profile_dir(self, steps: ProfileSteps) -> Path:
-        return self._run.dir / "profiles" / f"step_{steps.first:08d}"
+    def _get_profile_dir(self, first: int) -> Path:
+        return self._run.dir / "profiles" / f"step_{first:08d}"
 
     @as_phase("log")
     def record(
@@ -846,7 +850,8 @@ class Loop:
         if is_first:  # a save that cannot succeed is refused here, not many steps later
             check_savable(state, self._stages, self._optimizer, run.ps)
         self._pending.append((state, metrics))
-        if self._read_step is None or state.step - self._read_step >= _READ_EVERY:
+        # Also after a roll-back, to an earlier step.
+        if self._read_step is None or not 0 <= state.step - self._read_step < _READ_EVERY:
             self._readings.gather(self._read_signs())
             self._read_step = state.step
             self._report_signs(state.step)
@@ -960,16 +965,17 @@ class Loop:
         if self._profiling is not None and step >= steps.last:
             self._stop_profiler()
             self._profile = None
-        elif self._profiling is None and step + 1 == steps.first:
+        elif self._profiling is None and steps.first <= step + 1 <= steps.last:
             run = self._run
-            folder = self._get_profile_dir(steps)
+            first = step + 1  # a later one than was asked for, if the run resumes within them
+            folder = self._get_profile_dir(first)
             self._profiling = contextlib.ExitStack()
             self._profiling.enter_context(
                 profile(
                     folder,
                     rank=run.ps.world.index,
                     device=run.ps.device,
-                    report=partial(self._report_profile, steps, folder),
+                    report=partial(self._report_profile, first, folder),
                 )
             )
 
@@ -978,13 +984,15 @@ class Loop:
             self._profiling.close()
             self._profiling = None
 
-    def _report_profile(self, steps: ProfileSteps, folder: Path, summary: ProfileSummary) -> None:
-        self._run.log(f"profile of steps {steps.first} to {steps.last}: {summary}")
+    def _report_profile(self, first: int, folder: Path, summary: ProfileSummary) -> None:
+        last = max(first, self._last_step)  # an earlier one than was asked for, if the run ends
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
+        self._run.log(f"profile of {steps}: {summary}")
         self._run.log(f"  a trace of each rank is in {folder}: open one in ui.perfetto.dev")
         self._write_event(
             "profile",
-            step=steps.last,
-            first=steps.first,
+            step=last,
+            first=first,
             path=str(folder),
             seconds=summary.seconds,
             idle=summary.idle,
@@ -1045,8 +1053,10 @@ class Loop:
 
     def show_sample(self, state: TrainState, text: str) -> None:
         """Print what the model has written after a step, and add an event "sample" with it."""
-        self._run.log(text)
+        # An untrained model writes any byte, and some would garble a terminal.
+        self._run.log(escape_control_characters(text))
         self._write_event("sample", step=state.step, text=text)
+        self._steering.note_sample()
 
     def result(self, metric: str) -> None:
         """Add an event "result": the first and the last value of an evaluation, as "eval/loss".

@@ -1,4 +1,4 @@
-"""Profiles: a trace of some steps for each rank, the dearest operations, and the idle time."""
+"""Profiles: a trace of some steps for each rank, the most expensive operations, and idle time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity
 
 from trainkit.phases import get_phase_times
 
-_DEAREST = 10  # operations in the table
+_SHOWN = 10  # operations in the table
 _MEMORY_ENTRIES = 200_000  # allocations that a snapshot of CUDA's memory can hold
 
 
@@ -37,7 +37,7 @@ class ProfileSummary:
         seconds: The time that was profiled.
         idle: The share of it in which nothing computed: no kernel on an accelerator, otherwise no
             operator of torch in any thread.
-        operations: The dearest operations, the dearest first.
+        operations: The most expensive operations, in this order.
         on: What the seconds of the operations are of, "cuda" or "cpu".
     """
 
@@ -74,7 +74,7 @@ def measure_covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def summarize_profile(events: Iterable[Any], *, on: str, seconds: float) -> ProfileSummary:
-    """Return the dearest operations and the idle share of the events of torch's profiler.
+    """Return the most expensive operations and the idle share of the events of torch's profiler.
 
     Args:
         events: `torch.profiler.profile(...).events()`.
@@ -91,12 +91,12 @@ def summarize_profile(events: Iterable[Any], *, on: str, seconds: float) -> Prof
         totals[event.name][0] += 1
         totals[event.name][1] += microseconds / 1e6
         intervals.append((event.time_range.start, event.time_range.end))
-    dearest = sorted(totals.items(), key=lambda item: -item[1][1])[:_DEAREST]
+    most_expensive = sorted(totals.items(), key=lambda item: -item[1][1])[:_SHOWN]
     covered = measure_covered(intervals) / 1e6
     return ProfileSummary(
         seconds=seconds,
         idle=min(1.0, max(0.0, 1 - covered / seconds)) if seconds > 0 else 0.0,
-        operations=tuple(Operation(name, int(n), total) for name, (n, total) in dearest),
+        operations=tuple(Operation(name, int(n), total) for name, (n, total) in most_expensive),
         on=on,
     )
 
@@ -109,7 +109,7 @@ def profile(
     device: torch.device | str = "cpu",
     report: Callable[[ProfileSummary], None] = print,
 ) -> Iterator[None]:
-    """Profile a block: write a trace, and report the dearest operations and the idle time.
+    """Profile a block: write a trace, and report the most expensive operations and the idle time.
 
     The trace opens in Perfetto (ui.perfetto.dev) or chrome://tracing. Phases of a step
     (`measure_phase`) are spans in it. On CUDA a snapshot of the memory is written too, for
@@ -152,7 +152,7 @@ def profile(
         snapshot = folder / f"rank_{rank:05d}.memory.pickle"
         torch.cuda.memory._dump_snapshot(str(snapshot))  # noqa: SLF001
         torch.cuda.memory._record_memory_history(enabled=None)  # noqa: SLF001
-    events = profiler.events()
+    events: Any = profiler.events()
     begin = min((event.time_range.start for event in events), default=0.0)
     end = max((event.time_range.end for event in events), default=0.0)
     on = "cuda" if device.type == "cuda" else "cpu"

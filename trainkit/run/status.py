@@ -155,7 +155,7 @@ def read_run_status(run_dir: str | Path) -> RunStatus:
 
 def _judge_end(run_dir: Path, events: list[dict[str, Any]]) -> tuple[State, str | None]:
     """Return how a run without a lock has ended, and why, from its beats and its last events."""
-    ends = {event.get("event"): event for event in events}
+    ends = {str(event.get("event")): event for event in events}
     failure = _read_json(run_dir / "ranks" / "failure.json")  # of the last process, never older
     beat = _read_json(run_dir / "ranks" / "rank_00000.json")
     if failure:

@@ -44,7 +44,7 @@ class Steering:
     _wanted: list[Request] = attrs.field(factory=list)  # saves that have not been started
     _started: list[tuple[int, Request]] = attrs.field(factory=list)  # with the step that is saved
     _checks: list[Request] = attrs.field(factory=list)
-    _evaluated: str | None = None  # what the evaluation found since the last step
+    _found: dict[str, str] = attrs.field(factory=dict)  # of those, since the last step
     _step: int = 0
 
     @property
@@ -100,21 +100,24 @@ class Steering:
 
     def note_evaluation(self, loss: float) -> None:
         """Note that the run has evaluated after this step."""
-        self._evaluated = f"held-out loss {loss:.4f}"
+        self._found["evaluate"] = f"held-out loss {loss:.4f}"
+
+    def note_sample(self) -> None:
+        """Note that the run has written a sample after this step."""
+        self._found["sample"] = "the sample is in events.jsonl and in the output of the run"
 
     def settle_checks(self, step: int) -> None:
         """Answer the requests to evaluate or sample before this step; it could have done it."""
         self._step = step
         for request in self._checks:
-            if self._evaluated is None:
-                text = "this run evaluates nothing: its recipe does not, or no document is held out"
-                self._finish(request, "refused", text)
+            if request.name in self._found:
+                self._finish(request, "done", self._found[request.name])
             else:
-                more = "; samples, if the recipe writes any, are in its output"
-                text = self._evaluated + (more if request.name == "sample" else "")
-                self._finish(request, "done", text)
+                what = "writes no samples" if request.name == "sample" else "evaluates nothing"
+                why = "its recipe does not, or no document is held out"
+                self._finish(request, "refused", f"this run {what}: {why}")
         self._checks.clear()
-        self._evaluated = None
+        self._found.clear()
 
     def close(self, failure: str | None) -> None:
         """Answer all that is left, after the last save was written.

@@ -1,4 +1,4 @@
-# __init__.py imports these packages when they are used.
+# The subpackages, which __init__.py loads lazily.
 from . import chat as chat
 from . import corpora as corpora
 from . import prepare as prepare

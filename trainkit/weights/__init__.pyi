@@ -1,4 +1,4 @@
-# The rooms of this wing, which __init__.py loads lazily.
+# The subpackages, which __init__.py loads lazily.
 from . import checkpoint as checkpoint
 from . import convert as convert
 from . import hub as hub

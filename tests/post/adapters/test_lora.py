@@ -317,16 +317,16 @@ TWO = nn.ModuleDict({"up": nn.Linear(2, 2), "norm": nn.RMSNorm(2)})
     ],
 )
 def test_what_does_not_fit_is_reported_before_anything_is_built(transform, message):
-    (problem,) = adapters.problems([transform], CONFIG)
+    (problem,) = adapters.find_problems([transform], CONFIG)
     assert message in str(problem)
 
 
 def test_matrices_of_bytes_and_their_base_are_looked_at_before_anything_is_built(monkeypatch):
     held = adapters.quantized("nf4", modules="layers.0.attention.wq")
-    assert not adapters.problems([held, lora(Lora("**wq"))], CONFIG, layout=Layout(tp=2))
+    assert not adapters.find_problems([held, lora(Lora("**wq"))], CONFIG, layout=Layout(tp=2))
     monkeypatch.setattr("trainkit.post.adapters.frozen.can_shard_bytes", lambda: False)
     facts = {"base": "0", "base_from": "the/base"}
-    of_base, bytes_ = adapters.problems([held], CONFIG, layout=Layout(dp_shard=2), base=facts)
+    of_base, bytes_ = adapters.find_problems([held], CONFIG, layout=Layout(dp_shard=2), base=facts)
     assert "it holds adapters alone, of a base at the/base; merge them into it" in str(of_base)
     assert "cannot shard bytes" in str(bytes_)
 

@@ -25,6 +25,7 @@ from trainkit.packing import pack_bins
 from trainkit.parallel import build_stages
 from trainkit.post.adapters import Lora, lora, read_peft
 from trainkit.post.adapters.export import merge_weights, read_adapters
+from trainkit.post.adapters.peft import LowRankFactors, to_peft
 from trainkit.tools.commands import export
 from trainkit.types import CheckpointError, ConfigError, TrainState
 from trainkit.weights.checkpoint import save_checkpoint
@@ -329,6 +330,19 @@ def test_what_peft_has_no_place_for_is_refused(bases, tmp_path):
     saved_run(bases("phi3"), [Lora("**wq")], "layers.0.mlp.up", tmp_path / "half")
     with pytest.raises(ConfigError, match="gate_up_proj whole, and here it is trained in part"):
         adapters.export_peft(tmp_path / "half", tmp_path / "there")
+
+
+def test_an_adapter_that_no_module_of_peft_holds_is_refused(bases):
+    folder = open_folder(bases("llama"))
+    factors = LowRankFactors(torch.ones(2, 32), torch.ones(32, 2), 1.0)
+    known = {"layers.0.attention.wq": factors}
+    for held in ({"layers.0.other": factors}, known | {"layers.0.other": factors}):
+        with pytest.raises(ConfigError, match=r"no module for the adapters of layers\.0\.other;"):
+            to_peft(held, {}, folder.family, folder.config, base=None)
+    with pytest.raises(ConfigError, match="no matrix has an adapter"):
+        to_peft({}, {}, folder.family, folder.config, base=None)
+    settings, _ = to_peft(known, {}, folder.family, folder.config, base=None)
+    assert settings["target_modules"] == ["model.layers.0.self_attn.q_proj"]
 
 
 # ------------------------------------------------------------------------------------ the command

@@ -80,8 +80,10 @@ def measured(layout):
         return evaluate()
 
 
-@pytest.mark.parametrize("degrees", [{"dp_shard": 2}, {"tp": 2}, {"pp": 2}], ids=str)
-def test_a_metric_is_that_of_one_process_in_any_layout(degrees):
+@pytest.mark.parametrize(
+    "layout", [tk.Layout(dp_shard=2), tk.Layout(tp=2), tk.Layout(pp=2)], ids=["dp", "tp", "pp"]
+)
+def test_a_metric_is_that_of_one_process_in_any_layout(layout):
     corpus, model = corpus_of(LENGTHS), build_decoder(EVEN, seed=0)
     held = PackedCorpus(corpus, tk.pack_bins(corpus.lengths, 8))
     (logits,) = (
@@ -96,7 +98,7 @@ def test_a_metric_is_that_of_one_process_in_any_layout(degrees):
         "largest": float(logits[labels >= 0].max()),
     }
     assert 0 < wanted["accuracy"] < 1
-    for found in run_ranks(measured, 2, tk.Layout(**degrees)):
+    for found in run_ranks(measured, 2, layout):
         assert found["accuracy"] == wanted["accuracy"]
         assert found["largest"] == pytest.approx(wanted["largest"], rel=1e-5)
         assert found["tokens"] == int((labels >= 0).sum())

@@ -25,7 +25,7 @@ from trainkit.data import (
 from trainkit.packing import pack_bins
 from trainkit.text.chat import pack_pairs
 from trainkit.text.corpora import hold_out, open_corpus, open_tokens, write_corpus
-from trainkit.text.corpora.token_file import BLOCK, encode_header, read_header
+from trainkit.text.corpora.token_file import BLOCK, encode_header, read_token_header
 from trainkit.text.corpora.token_file import get_header_fields as header_facts
 from trainkit.text.prepare import prepare_corpus
 from trainkit.text.streams import make_document_opener, pack_stream
@@ -320,7 +320,7 @@ def test_columns_of_a_header_that_lies_are_refused(tmp_path, columns, message):
         path, [Sample(np.arange(3), np.ones(3, bool), values)], columns={"weights": Column()}
     )
     with path.open("rb") as file:
-        facts = header_facts(read_header(file, path))
+        facts = header_facts(read_token_header(file, path))
     path.write_bytes(encode_header(facts | {"columns": columns}) + path.read_bytes()[BLOCK:])
     with pytest.raises(DataError, match=message):
         open_tokens(path)

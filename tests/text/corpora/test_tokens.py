@@ -23,7 +23,7 @@ from trainkit.text.corpora.token_file import (
     BLOCK,
     encode_header,
     get_header_fields,
-    read_header,
+    read_token_header,
     sample_chunks,
 )
 from trainkit.text.corpora.tokens import open_tokens, write_corpus
@@ -151,7 +151,7 @@ def written(tmp_path):
 
 def header_of(path):
     with path.open("rb") as file:
-        return read_header(file, path)
+        return read_token_header(file, path)
 
 
 def forge(path, changes=None, *, content=None):

@@ -31,7 +31,7 @@ from trainkit.post.adapters.lowrank import Lora, select_adapter_
 from trainkit.post.adapters.merge import merge_adapters_, restart_adapters_, use_merged_adapters
 from trainkit.post.adapters.peft import read_peft
 from trainkit.post.adapters.trained import build_trained_stages
-from trainkit.post.adapters.transform import lora, problems
+from trainkit.post.adapters.transform import find_problems, lora
 
 __all__ = [
     "Freeze",
@@ -43,13 +43,13 @@ __all__ = [
     "exclude_frozen_",
     "export_peft",
     "fake_quantize",
+    "find_problems",
     "float8",
     "lora",
     "make_freeze_facts",
     "make_linear_transforms",
     "merge_adapters_",
     "open_base_weights",
-    "problems",
     "quantize",
     "quantize_dequantize",
     "quantize_model_",

@@ -11,14 +11,14 @@ import orjson
 from torch import nn
 
 from trainkit.collectives import all_gather_objects, run_on_all_ranks
-from trainkit.parallel.materialize import listed
+from trainkit.parallel.materialize import attach_shapes
 from trainkit.parallel.parameters import get_named_parameters, mark_base_, modules_of
 from trainkit.post.adapters.frozen import get_quantizations
 from trainkit.post.adapters.lowrank import MERGE, adapters_of
 from trainkit.types import SOLO, Axis, CheckpointError, ParallelState, Weights
 from trainkit.weights.checkpoint.load import read_facts
 from trainkit.weights.checkpoint.manifest import WEIGHTS, find_checkpoint, read_format
-from trainkit.weights.checkpoint.reading import reader
+from trainkit.weights.checkpoint.reading import make_weights_reader
 from trainkit.weights.checkpoint.run_state import hash_base
 from trainkit.weights.checkpoint.sources import open_weights, read_model_tensors
 from trainkit.weights.hub.folder import is_hf_folder, open_folder, open_folder_weights
@@ -135,4 +135,4 @@ def open_base_weights(path: Path | str, *, axis: Axis = SOLO) -> Weights:
         )
     stored = read_model_tensors(Path(checkpoint))
     # With their shapes `build_stages` checks that the model takes every tensor.
-    return listed(reader(stored), {name: x.shape for name, x in stored.items()})
+    return attach_shapes(make_weights_reader(stored), {name: x.shape for name, x in stored.items()})

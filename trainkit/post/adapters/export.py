@@ -17,7 +17,7 @@ from trainkit.models.config import parameter_shapes
 from trainkit.models.decoder import Decoder
 from trainkit.models.decoder_sizes import config_from_facts
 from trainkit.noise.hashing import MASK64
-from trainkit.parallel.materialize import listed, narrow_to_box, shapes_of
+from trainkit.parallel.materialize import attach_shapes, narrow_to_box, shapes_of
 from trainkit.parallel.name_patterns import name_matches
 from trainkit.post.adapters.base import open_base_weights
 from trainkit.post.adapters.frozen import get_quantizations, round_weights
@@ -291,4 +291,4 @@ def merge_weights(saved: SavedAdapters, base: Weights) -> Weights:
             total = total[..., columns]
         return total.to(weight.dtype)
 
-    return listed(read, shapes_of(base)) if shapes_of(base) else read
+    return attach_shapes(read, shapes_of(base)) if shapes_of(base) else read

@@ -29,12 +29,12 @@ class Freeze:
     frozen: bool = True
 
 
-Schedule = Mapping[int, Sequence[Freeze]]
+FreezeSchedule = Mapping[int, Sequence[Freeze]]
 """The changes at each of some steps."""
 
 
 def select_frozen(
-    names: Iterable[str], base: Sequence[Freeze], schedule: Schedule, step: int
+    names: Iterable[str], base: Sequence[Freeze], schedule: FreezeSchedule, step: int
 ) -> frozenset[str]:
     """Return the names of the parameters that are frozen in a step.
 
@@ -70,7 +70,7 @@ def select_frozen(
     return frozenset(name for name, frozen in is_frozen.items() if frozen)
 
 
-def make_freeze_facts(base: Sequence[Freeze], schedule: Schedule) -> dict[str, Any]:
+def make_freeze_facts(base: Sequence[Freeze], schedule: FreezeSchedule) -> dict[str, Any]:
     """Return the freezing schedule as a fact of the run, which a resume compares.
 
     Consecutive patterns that all freeze or all unfreeze mean the same in any order, so they are

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trainkit.models.config import DecoderConfig
-from trainkit.parallel.materialize import Fill, listed, narrow_to_box, shapes_of
+from trainkit.parallel.materialize import Fill, attach_shapes, narrow_to_box, shapes_of
 from trainkit.parallel.name_patterns import join_names
 from trainkit.post.adapters.frozen import EXPERT_WEIGHTS
 from trainkit.post.adapters.lowrank import Lora, split_name
@@ -86,7 +86,7 @@ class PeftAdapter:
             return base(name, shape, offset)
 
         shapes = shapes_of(base)
-        return listed(read, shapes) if shapes else read
+        return attach_shapes(read, shapes) if shapes else read
 
 
 @attrs.frozen(eq=False)
@@ -211,15 +211,18 @@ def to_peft(
         dropout: The dropout that the configuration gives.
 
     Raises:
-        ConfigError: PEFT has no place for an adapter: some have DoRA and others not, parts of a
-            fused matrix lack it, or a module of PEFT is trained in part.
+        ConfigError: PEFT has no place for an adapter: its matrix is in no module of PEFT, some have
+            DoRA and others not, parts of a fused matrix lack it, or a module of PEFT is trained in
+            part. Or there is no adapter.
     """
     experts = sorted(name for name, factors in held.items() if factors.a.ndim == 3)
     use_dora = _check_dora(held, experts)
+    modules = _map_modules(family, config)
+    _check_modules(held, modules, family)
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
-    for module, row_maps in _map_modules(family, config).items():
+    for module, row_maps in modules.items():
         if any(x.name in held for x in row_maps):
             fused = _fuse_factors(module, row_maps, held)
             rank = fused.a.shape[-2]
@@ -257,6 +260,29 @@ def to_peft(
         ),
     }
     return settings, tensors | full_tensors
+
+
+def _check_modules(
+    held: Mapping[str, LowRankFactors],
+    modules: Mapping[str, Sequence[_RowMap]],
+    family: Family,
+) -> None:
+    """Raise ConfigError unless there are adapters, each of a matrix in a module of PEFT."""
+    mapped = {x.name for row_maps in modules.values() for x in row_maps}
+    # Without a module an adapter would be missing in the folder.
+    without_module = sorted(held.keys() - mapped)
+    if without_module:
+        raise ConfigError(
+            f"to_peft: a {family.model_type} of PEFT has no module for the adapters of "
+            f"{shorten(without_module)}; export with --merge",
+            where="adapters",
+            got=without_module,
+        )
+    if not held:
+        raise ConfigError(
+            "to_peft: no matrix has an adapter, and PEFT's LoRA needs one; export with --merge",
+            where="adapters",
+        )
 
 
 def _check_dora(held: Mapping[str, LowRankFactors], experts: Sequence[str]) -> bool:

@@ -19,7 +19,7 @@ from trainkit.post.adapters.lowrank import Lora
 from trainkit.post.adapters.transform import lora
 from trainkit.types import CheckpointError, ModelTransform, ParallelState, Stages
 from trainkit.weights.checkpoint.load import load_weights, read_facts
-from trainkit.weights.checkpoint.reading import reader
+from trainkit.weights.checkpoint.reading import make_weights_reader
 from trainkit.weights.checkpoint.sources import read_model_tensors
 from trainkit.weights.hub.folder import is_hf_folder
 
@@ -82,7 +82,7 @@ def build_trained_stages(
     # A run that averages parameters evaluated the averages, which `read_model_tensors` prefers, but
     # `load_weights` has restored the parameters themselves.
     stored = read_model_tensors(Path(path))
-    read = reader(stored)
+    read = make_weights_reader(stored)
     with torch.no_grad():
         for name, p in get_named_parameters(stages).items():
             if p.requires_grad and name in stored:

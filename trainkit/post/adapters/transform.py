@@ -133,7 +133,7 @@ def lora(
     return Transform(apply, kind="adapter")
 
 
-def problems(
+def find_problems(
     plan: Sequence[Transform],
     model: DecoderConfig,
     *,
@@ -152,9 +152,9 @@ def problems(
     Examples:
         >>> from trainkit.models import make_decoder_config
         >>> tiny = make_decoder_config("tiny")
-        >>> problems([lora(Lora("layers.*.attention.wq"))], tiny)
+        >>> find_problems([lora(Lora("layers.*.attention.wq"))], tiny)
         []
-        >>> print(*problems([lora(Lora("q_proj"))], tiny))
+        >>> print(*find_problems([lora(Lora("q_proj"))], tiny))
         lora: 'q_proj' matches the name of no matrix; those there are: layers.0.attention.wq; ...
     """
     errors: list[ConfigError] = []

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from trainkit.losses.shaping import (  # noqa: F401 (exported with the others)
     Shaping,
+    filter_logits,
     filter_min_p,
     filter_top_k,
     filter_top_p,
-    filtered,
     scale_temperature,
 )
 from trainkit.noise import counters, make_key
@@ -122,7 +122,7 @@ def shape_logits(logits: Tensor, sampling: Sampling, *, seen: Tensor | None = No
         return logits
     # The trainer scores samples with the same functions, so both agree on what can be drawn.
     filters = Shaping(top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
-    return filtered(scale_temperature(logits, sampling.temperature), filters)
+    return filter_logits(scale_temperature(logits, sampling.temperature), filters)
 
 
 def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:

@@ -23,7 +23,7 @@ from trainkit.losses.linear import (
     LabelColumns,
     OfLogits,
     linear_in_chunks,
-    logits_maker,
+    make_logits_function,
     select_columns,
 )
 from trainkit.losses.softmax import (
@@ -90,7 +90,7 @@ def distillation(
                 f"{tuple(weight.shape)}: both need one vocabulary"
             )
         teacher_factors = Factors(hidden.to(weight.dtype), weight, None, teacher.softcap)
-        make_logits = logits_maker(teacher_factors)
+        make_logits = make_logits_function(teacher_factors)
         buffers: list[Tensor] = []  # one for all chunks: the system clears fresh memory each time
 
         def compare(logits: Tensor, rows: slice, gradient: bool) -> Tensor:

@@ -68,7 +68,7 @@ class LoggingOptions:
     """Where metrics go besides metrics.jsonl: tensorboard, wandb."""
 
     peak_flops: float | None = attrs.field(
-        default=None, validator=attrs.validators.optional(positive)
+        default=None, validator=attrs.validators.optional([positive, non_negative])
     )
     """FLOP/s of one device, for mfu in metrics.jsonl; by default the bf16 peak of a known GPU."""
 
@@ -78,7 +78,8 @@ class LoggingOptions:
     """The first and the last step to profile, as 10:13: a trace of each rank, in profiles."""
 
     anomaly: bool = False
-    """Stop at the operation that first makes a NaN, and name it; every step is much slower."""
+    """Stop at the operation that first makes a NaN, and name it; every step is much slower. In
+    fp16 that may be a step whose loss scale is too high, which is skipped without this."""
 
     layers_every: int = attrs.field(default=0, validator=non_negative)
     """Write statistics of every parameter, its gradient and its update to layers.jsonl every so

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from trainkit.text.corpora.text_files import damaged_file, split_runs
+from trainkit.text.corpora.text_files import make_damaged_error, split_runs
 from trainkit.types import needs_extra
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _name_file(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise damaged_file(path, path.suffix, error) from error
+        raise make_damaged_error(path, path.suffix, error) from error
 
 
 def _import_pyarrow() -> Any:

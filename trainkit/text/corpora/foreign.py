@@ -21,7 +21,7 @@ from trainkit.text.corpora.foreign_layouts import (
     read_sidecar,
     sidecar_path,
 )
-from trainkit.text.corpora.text_files import BLOCK, hash_file, open_file, read_at, wrong_size
+from trainkit.text.corpora.text_files import BLOCK, hash_open_file, open_file, read_at, wrong_size
 from trainkit.text.corpora.token_file import check_ids
 from trainkit.types import DataError
 
@@ -76,7 +76,7 @@ def open_foreign(
         raise DataError(f"{path}: the file holds no tokens", where=path)
     with open_file(path) as file:
         read_all = max_chunks is None or os.fstat(file.fileno()).st_size <= WHOLE
-        sha256 = hash_file(file, path) if read_all else _hash_samples(file, path)
+        sha256 = hash_open_file(file, path) if read_all else _hash_samples(file, path)
         data, mapped = map_file(file, path)
     # Compared again, since the file may have changed after its header was read.
     if mapped.size != layout.start + layout.count * dtype.itemsize:

@@ -19,8 +19,8 @@ import orjson
 
 from trainkit.text.corpora.text_files import (
     check_readable,
-    damaged_file,
-    hash_file,
+    hash_open_file,
+    make_damaged_error,
     open_file,
     wrong_size,
 )
@@ -135,7 +135,7 @@ def _read_npy_header(path: Path) -> tuple[np.dtype[Any], int, int]:
             shape, _, dtype = read_header(file)
             start = file.tell()
     except (KeyError, OSError, ValueError) as error:
-        raise damaged_file(path, ".npy", error) from error
+        raise make_damaged_error(path, ".npy", error) from error
     # A header is text that anybody can write, with a negative size too.
     if len(shape) != 1 or shape[0] < 0 or dtype.name not in DTYPES:
         raise DataError(
@@ -324,7 +324,7 @@ def _check_increasing(path: Path, offsets: np.ndarray[Any, Any], end: int, unit:
 
 def _short_hash(path: Path) -> str:
     with open_file(path) as file:
-        return hash_file(file, path)[:16]
+        return hash_open_file(file, path)[:16]
 
 
 def _file_size(path: Path) -> int:

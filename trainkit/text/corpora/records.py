@@ -11,7 +11,7 @@ from trainkit.text.corpora.formats import RECORD_FORMATS
 from trainkit.text.corpora.text_files import (
     TEXT_SUFFIXES,
     check_readable,
-    hash_file,
+    hash_open_file,
     list_files,
     open_file,
     read_text,
@@ -167,7 +167,7 @@ def _read_file_records(
         # A pass of its own: the readers open the file themselves.
         if sources is not None:
             with open_file(path) as file:
-                sources[source] = hash_file(file, path)[:16]
+                sources[source] = hash_open_file(file, path)[:16]
         for number, record in records:
             yield str(number), record
 

@@ -192,7 +192,7 @@ def read_at(file: BinaryIO, path: Path, position: int, size: int) -> bytes:
     return data
 
 
-def hash_file(file: BinaryIO, path: Path) -> str:
+def hash_open_file(file: BinaryIO, path: Path) -> str:
     """Return the SHA-256 of an open file, in hex."""
     digest = hashlib.sha256()
     for block in read_blocks(file, path):
@@ -231,7 +231,7 @@ def wrong_size(path: Path, actual: int, expected: int) -> DataError:
     )
 
 
-def damaged_file(path: Path, kind: str, error: Exception) -> DataError:
+def make_damaged_error(path: Path, kind: str, error: Exception) -> DataError:
     """Return the error for a file that its parser rejected."""
     return DataError(
         f"{path}: no {kind} file, or a damaged one: {str(error).splitlines()[0]}", where=path

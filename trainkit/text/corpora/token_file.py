@@ -151,7 +151,7 @@ def encode_header(fields: Mapping[str, Any]) -> bytes:
     return block.ljust(BLOCK, b"\0")
 
 
-def read_header(file: BinaryIO, path: Path) -> Header:
+def read_token_header(file: BinaryIO, path: Path) -> Header:
     """Read the header of an open token file, and check it against the size of the file.
 
     Raises:

@@ -22,7 +22,7 @@ from trainkit.text.corpora.token_file import (
     Header,
     check_chunks,
     check_ids,
-    read_header,
+    read_token_header,
     sample_chunks,
 )
 from trainkit.types import DataError
@@ -158,7 +158,7 @@ def open_part(
         raise ValueError(f"open_corpus: {path}: a token file says where documents end: no eos_id")
     check_readable(path)
     with open_file(path) as file:
-        header = read_header(file, path)
+        header = read_token_header(file, path)
         # Before the map: a read error raises here, and would kill the process there.
         checked = list(check_chunks(file, header, sample_chunks(header.chunks, max_chunks), path))
         data, mapped = map_file(file, path)

@@ -4,7 +4,7 @@
   python -m trainkit control runs/mine stop        save and stop; the same command resumes it
   python -m trainkit control runs/mine abort       stop without a save
   python -m trainkit control runs/mine evaluate    evaluate after the next step
-  python -m trainkit control runs/mine sample      the same, where a recipe then writes samples
+  python -m trainkit control runs/mine sample      write a sample, as recipes do when they evaluate
   python -m trainkit control runs/mine log-every 1 read the metrics of every step from now on
   python -m trainkit control runs/mine profile 3   profile three steps
 

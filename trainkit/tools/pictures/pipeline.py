@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Kind = Literal["F", "B", "I", "W"]
+ActionKind = Literal["F", "B", "I", "W"]
 """Forward, backward, and the halves of a backward: for the input, for the weights."""
 
-_UNITS: dict[Kind, int] = {"F": 1, "B": 2, "I": 1, "W": 1}
+_UNITS: dict[ActionKind, int] = {"F": 1, "B": 2, "I": 1, "W": 1}
 # Colors of a rank's first stage, and of its other stages.
-_SHADES: dict[Kind, tuple[str, str]] = {
+_SHADES: dict[ActionKind, tuple[str, str]] = {
     "F": ("#0072b2", "#7cc0e8"),
     "B": ("#e69f00", "#f6d58a"),
     "I": ("#e69f00", "#f6d58a"),
@@ -32,7 +32,7 @@ _SHADES: dict[Kind, tuple[str, str]] = {
 }
 _BUBBLE_FACE, _BUBBLE_EDGE, _BUBBLE_HATCH = "#f3f4f6", "#c4c8cf", "////"
 
-Action = tuple[Kind, int, int]
+Action = tuple[ActionKind, int, int]
 
 
 @attrs.frozen
@@ -42,7 +42,7 @@ class PipelineTask:
     rank: int
     stage: int
     microbatch: int
-    kind: Kind
+    kind: ActionKind
     begin: float
     end: float
 
@@ -126,9 +126,9 @@ def _read_torch_orders(
         get_schedule_ops,
     )
 
-    from trainkit.parallel.split import schedule_kind  # noqa: PLC0415 -- it imports torch
+    from trainkit.parallel.split import get_schedule_kind  # noqa: PLC0415 -- it imports torch
 
-    name = schedule_kind(schedule).torch_name.removeprefix("Schedule")
+    name = get_schedule_kind(schedule).torch_name.removeprefix("Schedule")
     try:
         orders: Any = get_schedule_ops(name, pp, microbatches, stages)
     except ValueError as error:
@@ -276,7 +276,7 @@ def _draw_timeline(axes: Axes, tasks: Sequence[PipelineTask], pp: int) -> None:
     drawing.bare(axes)
 
 
-def _draw_legend(figure: Figure, kinds: set[Kind]) -> None:
+def _draw_legend(figure: Figure, kinds: set[ActionKind]) -> None:
     from matplotlib.patches import Patch  # noqa: PLC0415 -- an extra, there by now
 
     labels = {

@@ -8,7 +8,7 @@ import attrs
 
 from trainkit.models.config import DecoderConfig
 from trainkit.parallel.recompute import read_mode
-from trainkit.parallel.recompute_budget import WHOLE, Result, fitting
+from trainkit.parallel.recompute_budget import WHOLE, Result, choose_fitting
 from trainkit.tools.planning.jobs import FP32, Job
 from trainkit.types import Layout
 
@@ -107,7 +107,9 @@ def estimate_block(job: Job, layout: Layout, *, fused_norms: bool, experts: bool
     if mode is not None:
         # The block's input is saved in any case, and takes part of the budget.
         budget = mode.budget
-        is_saved = mode if budget is None else fitting(results, budget * num_bytes - input_bytes)
+        is_saved = (
+            mode if budget is None else choose_fitting(results, budget * num_bytes - input_bytes)
+        )
         recomputed = [x for x in results if not is_saved(x.group, x.number)]
         result_bytes = sum(x.size for x in results if x not in recomputed)
         saved = input_bytes + mlp.choices * FP32 + result_bytes

@@ -69,7 +69,7 @@ def get_hardware(name: str) -> Hardware:
     """
     if name.lower() not in _HARDWARE:
         raise ValueError(
-            f"hardware: no machine is named {name!r}; there are {', '.join(_HARDWARE)}"
+            f"get_hardware: no machine is named {name!r}; there are {', '.join(_HARDWARE)}"
         )
     return _HARDWARE[name.lower()]
 

@@ -120,8 +120,8 @@ def rank_layouts(
     """
     if not 0 < efficiency <= 1 or not 0 <= headroom < 1:
         raise ConfigError(
-            "plan: efficiency must be above 0 and at most 1, and headroom at least 0 and below 1, "
-            f"got {efficiency} and {headroom}"
+            "rank_layouts: efficiency must be above 0 and at most 1, and headroom at least 0 and "
+            f"below 1, got {efficiency} and {headroom}"
         )
     usable = round(hardware.memory * (1 - headroom))
     jobs = [attrs.evolve(job, recompute=mode) for mode in recompute]

@@ -30,7 +30,7 @@ from trainkit.types import Layout
 _INT64 = 8
 _FP64 = 8
 
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
+TransferKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 
 
 @attrs.frozen
@@ -53,7 +53,7 @@ class Transfer:
 
     axis: str
     size: int
-    kind: Kind
+    kind: TransferKind
     count: int
     bytes: int
 

@@ -16,7 +16,7 @@ from trainkit.mesh import solo_parallel
 from trainkit.models.config import DecoderConfig, parameter_shapes
 from trainkit.models.decoder import Decoder
 from trainkit.optim.storage import BLOCK
-from trainkit.parallel.parameters import Kind, get_kind, get_named_parameters
+from trainkit.parallel.parameters import ParameterKind, get_named_parameters, get_parameter_kind
 from trainkit.post.adapters.frozen import SCALES
 from trainkit.tools.planning.jobs import Job
 from trainkit.types import Layout, ModelTransform
@@ -165,7 +165,7 @@ class Units:
 
 
 # A parameter's name (within its block, if it has one), its full shape, and its kind.
-_Parameter = tuple[str, tuple[int, ...], Kind]
+_Parameter = tuple[str, tuple[int, ...], ParameterKind]
 # What the parameters of a model depend on: hashable, for the caches below.
 _ModelKey = tuple[DecoderConfig, tuple[ModelTransform, ...], frozenset[str]]
 
@@ -205,7 +205,7 @@ def _list_parameters(
             model = transform(model, solo_parallel())
     return tuple(
         # A detached parameter needs no gradient, and so counts as frozen.
-        (name, tuple(p.shape), get_kind(p.detach() if name in frozen else p))
+        (name, tuple(p.shape), get_parameter_kind(p.detach() if name in frozen else p))
         for name, p in get_named_parameters([model]).items()
     )
 
@@ -317,7 +317,9 @@ def _shard_shape(shape: tuple[int, ...], dim: int | None, parts: int) -> tuple[i
     return tuple(size // parts if i == dim else size for i, size in enumerate(shape))
 
 
-def _make_params(shape: tuple[int, ...], kind: Kind, parts: int, *, dim: int = 0) -> Params:
+def _make_params(
+    shape: tuple[int, ...], kind: ParameterKind, parts: int, *, dim: int = 0
+) -> Params:
     whole = math.prod(shape)
     shard = math.ceil(shape[dim] / parts) * whole // shape[dim]  # the first shard is the largest
     sizes = Sizes(

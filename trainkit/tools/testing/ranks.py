@@ -168,8 +168,11 @@ def run_ranks(
             failed = {i: x for i, x in reports.items() if isinstance(x, _Failed)}
             if failed:
                 rank = min(failed, key=lambda i: (failed[i].is_echo, failed[i].when, i))
-                message = f"run_ranks: rank {rank} of {world}: {failed[rank].summary}"
-                raise RankError(message, rank=rank, text=failed[rank].text)
+                raise RankError(
+                    f"run_ranks: rank {rank} of {world}: {failed[rank].summary}",
+                    rank=rank,
+                    text=failed[rank].text,
+                )
             if len(returned) < world:
                 _raise_hang([rank for rank in ranks if rank.index not in returned], work)
             _release(ranks)

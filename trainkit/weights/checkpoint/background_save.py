@@ -38,7 +38,7 @@ def list_save_threads() -> list[Thread]:
     return [thread for thread in all_threads() if thread.name == SAVE_THREAD]
 
 
-Start = Callable[[Callable[[], Any]], "Future[Any]"]
+StartWork = Callable[[Callable[[], Any]], "Future[Any]"]
 """Runs some work and returns its future: `run_now` or `run_in_thread`."""
 
 
@@ -104,7 +104,7 @@ def start_save(
     axis: Axis,
     *,
     step: int,
-    start: Start,
+    start: StartWork,
     after: Callable[[Path], list[str]],
 ) -> PendingSave:
     """Copy a state, write it, and commit it once all ranks have written their files.

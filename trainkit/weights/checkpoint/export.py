@@ -297,9 +297,9 @@ def write_weights(
     with _open_shared_folder(target, needed=needed, overwrite=overwrite, axis=axis) as staging:
         # An error on one rank is raised on all, and then none of them renames the folder.
         def write() -> dict[str, Any]:
-            from trainkit.weights.checkpoint.reading import reader  # noqa: PLC0415 - see `_split_into_chunks`
+            from trainkit.weights.checkpoint.reading import make_weights_reader  # noqa: PLC0415 - see `_split_into_chunks`
 
-            read_box = read or reader(tensors)
+            read_box = read or make_weights_reader(tensors)
             with convert_disk_errors(staging, by="export"):
                 return {
                     f: _write_shard(staging / f, plan[f], written, read_box) for f in local_files

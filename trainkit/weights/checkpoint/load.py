@@ -44,7 +44,12 @@ from trainkit.weights.checkpoint.manifest import (
 from trainkit.weights.checkpoint.run_id import find_saved_mark, fork_run, get_run_id
 from trainkit.weights.checkpoint.safe_files import find_owner_problems, read_json
 from trainkit.weights.checkpoint.snapshot import describe_machine
-from trainkit.weights.checkpoint.staging import Check, count_messages, install_, stage_checkpoint
+from trainkit.weights.checkpoint.staging import (
+    CheckFacts,
+    count_messages,
+    install_,
+    stage_checkpoint,
+)
 
 _NO_RULES = ResumeRules()
 
@@ -303,7 +308,7 @@ def _read_outline(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _make_fact_check(facts: Facts | None, rules: ResumeRules, messages: list[str]) -> Check:
+def _make_fact_check(facts: Facts | None, rules: ResumeRules, messages: list[str]) -> CheckFacts:
     """Return a check of the saved facts; it puts changes that are allowed into `messages`."""
 
     def check(saved: Mapping[str, Any]) -> list[str]:

@@ -251,7 +251,7 @@ def _step_probe(
     if "parts" in group:
         options["parts"] = None
     with suppress(Exception):  # a foreign optimizer may need other arguments, or a closure
-        make: Any = type(find_part(optimizer, group))
+        make: Any = type(find_inner_optimizer(optimizer, group))
         other = make([options], lr=group["lr"])
         # `combine_optimizers` adds state of its own, the mean, around the parts.
         again: Any = getattr(optimizer, "again", None)
@@ -261,14 +261,16 @@ def _step_probe(
     return {}
 
 
-def find_part(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch.optim.Optimizer:
+def find_inner_optimizer(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
+) -> torch.optim.Optimizer:
     """Return the optimizer inside another one that steps a group, or the optimizer itself.
 
     Examples:
         >>> from trainkit.optim import combine_optimizers
         >>> inner = torch.optim.SGD([nn.Parameter(torch.ones(1))])
         >>> outer = combine_optimizers([inner])
-        >>> find_part(outer, outer.param_groups[0]) is inner
+        >>> find_inner_optimizer(outer, outer.param_groups[0]) is inner
         True
     """
     parts = [x for x in find_inner_optimizers(optimizer) if any(g is group for g in x.param_groups)]

@@ -20,7 +20,7 @@ from trainkit.parallel.grad_reduction import get_local
 from trainkit.parallel.parameters import empty_rows_like, get_named_parameters
 from trainkit.weights.checkpoint.load_targets import (
     check_shared_state,
-    find_part,
+    find_inner_optimizer,
     get_saved_name,
     probe_state,
 )
@@ -63,7 +63,9 @@ def select_carried_over(
         saved_state = saved.get(name, {})
         # What the new optimizer will have for this parameter, as a step of a probe has shown.
         expected = _drop_scales(after_step[p])
-        keys = _find_matching_keys(p, saved_state, expected, find_part(optimizer, groups[id(p)]))
+        keys = _find_matching_keys(
+            p, saved_state, expected, find_inner_optimizer(optimizer, groups[id(p)])
+        )
         entries |= {f"optimizer/{key}/{name}": saved_state[key] for key in keys}
         scales = {scale_name(key) for key in saved_state}  # part of their moments in a message
         verbs = {
@@ -101,7 +103,7 @@ def install_carried_over_(
             by_name.setdefault(name, {})[key] = target.tensor
     for live, loaded in by_name.items():
         p = named[live]
-        part = find_part(optimizer, groups[id(p)])
+        part = find_inner_optimizer(optimizer, groups[id(p)])
         state: dict[str, Tensor] = {}
         # An elementwise optimizer initializes a parameter only while its state is empty, so what is
         # not loaded gets its initial values here.

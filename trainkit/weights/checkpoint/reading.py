@@ -77,7 +77,9 @@ def read_box(stored: Stored, shape: Sequence[int], offset: Sequence[int]) -> Ten
     return out
 
 
-def reader(tensors: Mapping[str, Stored]) -> Callable[[str, Sequence[int], Sequence[int]], Tensor]:
+def make_weights_reader(
+    tensors: Mapping[str, Stored],
+) -> Callable[[str, Sequence[int], Sequence[int]], Tensor]:
     """Return a `Weights` function that reads boxes of tensors by name."""
 
     def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:

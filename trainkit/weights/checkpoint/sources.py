@@ -132,9 +132,9 @@ def open_weights(
         trainkit.types.CheckpointError: open_weights: /does/not/exist does not verify: /does/no...
     """
     from trainkit.collectives import run_on_all_ranks  # noqa: PLC0415 - verifying needs no torch
-    from trainkit.parallel.materialize import listed  # noqa: PLC0415 - likewise
+    from trainkit.parallel.materialize import attach_shapes  # noqa: PLC0415 - likewise
     from trainkit.parallel.name_patterns import match_any  # noqa: PLC0415 - likewise
-    from trainkit.weights.checkpoint.reading import reader  # noqa: PLC0415 - likewise
+    from trainkit.weights.checkpoint.reading import make_weights_reader  # noqa: PLC0415 - likewise
 
     folder = Path(folder)
     by_rank = run_on_all_ranks(lambda: verify_weights(folder, share=axis.share), axis)
@@ -153,7 +153,7 @@ def open_weights(
     required = {
         name: stored.shape for name, stored in tensors.items() if not match_any(name, allow_extra)
     }
-    return listed(reader(tensors), required)
+    return attach_shapes(make_weights_reader(tensors), required)
 
 
 def verify_any(path: Path) -> list[str]:

@@ -35,7 +35,7 @@ from trainkit.weights.checkpoint.safe_files import read_json
 _JSON_FILES = ("index.json", "state.json")
 _MIN_VALUES = 2_000_000  # allowed in any state or index; a run with many tensors may have more
 
-Check = Callable[[Mapping[str, Any]], list[str]]
+CheckFacts = Callable[[Mapping[str, Any]], list[str]]
 """Returns the problems of a parsed `state.json` for the run."""
 
 
@@ -62,7 +62,7 @@ def stage_checkpoint(
     optimizer: torch.optim.Optimizer | None,
     *,
     axis: Axis,
-    check: Check,
+    check: CheckFacts,
     tolerance: compare.Tolerance,
 ) -> Staged:
     """Compare a checkpoint with the run, and read it into separate memory.

@@ -21,7 +21,7 @@ from trainkit.weights.checkpoint.boxes import get_dtype_name, get_parameter_name
 from trainkit.weights.checkpoint.export import SHARD_BYTES, describe_origin, write_weights
 from trainkit.weights.checkpoint.load import read_facts
 from trainkit.weights.checkpoint.manifest import find_checkpoint
-from trainkit.weights.checkpoint.reading import reader
+from trainkit.weights.checkpoint.reading import make_weights_reader
 from trainkit.weights.checkpoint.run_state import model_tensors
 from trainkit.weights.checkpoint.sources import read_model_tensors
 from trainkit.weights.checkpoint.tensor_files import Stored
@@ -105,7 +105,7 @@ def export_folder(
     our_shapes = get_decoder_shapes(config)
     if read is None:
         stored = _find_stored(path, our_shapes)
-        read = reader(stored)
+        read = make_weights_reader(stored)
         dtypes = {name: tensor.dtype for name, tensor in stored.items()}
     else:
         # A `Weights` function does not show its dtypes, so one element of each tensor is read.

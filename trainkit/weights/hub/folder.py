@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from trainkit.collectives import run_on_all_ranks
 from trainkit.models.config import DecoderConfig, parameter_shapes
 from trainkit.models.decoder_sizes import pad_vocab_size
-from trainkit.parallel.materialize import listed
+from trainkit.parallel.materialize import attach_shapes
 from trainkit.parallel.name_patterns import match_any
 from trainkit.parallel.parameters import COPY_SUFFIX, get_local_box
 from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights
 from trainkit.weights.checkpoint.boxes import FLOATS, get_parameter_name, shorten
 from trainkit.weights.checkpoint.manifest import MANIFEST
-from trainkit.weights.checkpoint.reading import reader
+from trainkit.weights.checkpoint.reading import make_weights_reader
 from trainkit.weights.checkpoint.run_state import model_tensors
 from trainkit.weights.checkpoint.safe_files import read_bounded, refusal
 from trainkit.weights.checkpoint.sources import INDEX
@@ -380,7 +380,7 @@ def open_folder_weights(
         return values if dtype is None else values.to(dtype)
 
     # With their shapes `build_stages` checks that the model takes every tensor of the folder.
-    return listed(read_or_fill, get_decoder_shapes(folder.config))
+    return attach_shapes(read_or_fill, get_decoder_shapes(folder.config))
 
 
 def load_folder_weights(
@@ -474,7 +474,7 @@ def _check_folder(
     # One of ours may be made of several of theirs: it is incomplete without any of them.
     absent = {link.ours.name for link in links if link.theirs.name not in tensors}
     # Their tensors, dequantized, then the map to ours: each wraps the one before, box by box.
-    read: Weights = reader(tensors | {name + SCALES: x for name, x in scales.items()})
+    read: Weights = make_weights_reader(tensors | {name + SCALES: x for name, x in scales.items()})
     if scales:
         read = dequantize_weights(read, [*scales], folder.values["quantization_config"][_BLOCK])
     return map_weights(read, links, get_decoder_shapes(folder.config)), absent
@@ -496,7 +496,7 @@ def _select_tensors(
     if quantization:
         scales, problems = find_scales(tensors, [*expected], quantization[_BLOCK])
     scale_names = {name + SCALES for name in scales}
-    problems += find_tensor_problems(
+    problems += find_folder_problems(
         {name: x for name, x in tensors.items() if name not in scale_names},
         links,
         folder.family,
@@ -531,7 +531,7 @@ def _select_tensors(
     return {name: tensors[name] for name in expected if name in tensors}, scales
 
 
-def find_tensor_problems(
+def find_folder_problems(
     tensors: Mapping[str, Stored],
     links: Sequence[Link],
     family: Family,
@@ -557,7 +557,7 @@ def find_tensor_problems(
         ...     vocab_size=64, width=16, layers=1, heads=2, kv_heads=2, mlp_width=32
         ... )
         >>> llama = get_family("llama")
-        >>> find_tensor_problems({}, make_family_links(llama, config), llama, config)[0]
+        >>> find_folder_problems({}, make_family_links(llama, config), llama, config)[0]
         'model.embed_tokens.weight of shape [64, 16] is missing'
     """
     expected = get_foreign_shapes(links)
@@ -595,7 +595,7 @@ def _check_tied(folder: HFFolder, tensors: Mapping[str, Stored]) -> None:
     embedding_name, head_name = _get_end_names(folder.family, folder.config)
     embedding = tensors[embedding_name]
     head = tensors[head_name]
-    read = reader(tensors)
+    read = make_weights_reader(tensors)
     # In groups of rows: the embedding of a large model takes gigabytes, and there would be two.
     rows, width = embedding.shape
     is_equal = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)

@@ -17,7 +17,7 @@ from trainkit.weights.hub.export import make_export_links
 from trainkit.weights.hub.families import FAMILIES, Family
 from trainkit.weights.hub.folder import (
     add_model_prefix,
-    find_tensor_problems,
+    find_folder_problems,
     get_decoder_shapes,
     make_family_links,
 )
@@ -75,7 +75,7 @@ def import_tensors(
     described = {
         name: Stored(get_dtype_name(x.dtype), tuple(x.shape), ()) for name, x in prefixed.items()
     }
-    problems = find_tensor_problems(described, links, family, config)
+    problems = find_folder_problems(described, links, family, config)
     embedding, head = (family.names(config)[f"{x}.weight"].name for x in ("embedding", "head"))
     # A model of `transformers` lists a tied head as a tensor of its own.
     both = config.tied and not problems and head in prefixed

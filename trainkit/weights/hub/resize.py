@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainkit.models.config import DecoderConfig, parameter_shapes
-from trainkit.parallel.materialize import listed, shapes_of
+from trainkit.parallel.materialize import attach_shapes, shapes_of
 from trainkit.types import ConfigError, Weights
 
 _ROWS_PER_READ = 4096
@@ -86,7 +86,7 @@ def resize_weights(
 
     # With the new shapes, which `build_stages` compares with those of the model.
     new_shapes = {name: larger[name] for name in resized}
-    return listed(read, {**shapes_of(weights), **new_shapes})
+    return attach_shapes(read, {**shapes_of(weights), **new_shapes})
 
 
 def _compute_mean_row(
