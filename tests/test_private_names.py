@@ -251,7 +251,7 @@ PRIVATE = [
         "looks away while FSDP gathers",
     ),
 ]
-OTHERS = {"_tp_plan", "_replace"}  # of Hugging Face's models, and of named tuples
+OTHERS = {"_tp_plan", "_replace", "_fields"}  # of Hugging Face's models, and of named tuples
 LISTED = {(file, p.name) for p in PRIVATE for file in p.files.split()}
 
 

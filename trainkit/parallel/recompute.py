@@ -327,3 +327,13 @@ def unseen() -> Iterator[None]:
         while isinstance(_get_current_dispatch_mode(), _SELECTIVE):
             stack.enter_context(_pop_mode_temporarily())
         yield
+
+
+def is_trial() -> bool:
+    """Return whether a forward pass is a trial of `recompute`, whose results are not used.
+
+    Examples:
+        >>> is_trial()
+        False
+    """
+    return isinstance(_get_current_dispatch_mode(), Priced)

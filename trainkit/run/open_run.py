@@ -44,7 +44,9 @@ from trainkit.optim.combine import use_averaged_parameters
 from trainkit.parallel.describe_run import describe_run
 from trainkit.parallel.parameters import modules_of
 from trainkit.parallel.recompute import get_recompute_mode
+from trainkit.parallel.stage_ranks import attach_axes
 from trainkit.phases import PhaseTimes, as_phase, measure_phase, record_phases
+from trainkit.run.capture import Capture, capture, match_modules, write_capture
 from trainkit.run.config import config_to_dict, make_config_facts, make_resume_rules
 from trainkit.run.control import Mailbox
 from trainkit.run.device_health import describe_signs, watch_device
@@ -533,6 +535,8 @@ class Run:
             profile=asked,
             anomaly=logging.anomaly,
             layers_every=logging.layers_every,
+            capture=logging.capture,
+            capture_at=logging.capture_at,
             current=state,
             first_step=state.step,
         ).open(
@@ -604,6 +608,8 @@ class Loop:
     _profile: ProfileSteps | None  # to profile next, or now
     _anomaly: bool
     _layers_every: int
+    _capture: str | None  # the pattern of the modules to capture
+    _capture_at: int
     # The state of the stages and the optimizer, as far as the loop knows it. It is consistent until
     # the next optimizer step starts, which writes parameters and moments one by one and is followed
     # by the counters: see `_find_unsaved`.
@@ -620,6 +626,8 @@ class Loop:
     _handlers: dict[str, Handler] = attrs.field(factory=dict)
     _read_signs: Callable[[], int] = attrs.field(init=False)
     _profiling: contextlib.ExitStack | None = None  # open while steps are profiled
+    _capturing: contextlib.ExitStack = attrs.field(factory=contextlib.ExitStack)
+    _captured: Capture | None = None  # of the step that is being taken
     _step_start: float = attrs.field(factory=time.perf_counter)
     # Steps whose metrics have not been read yet, and the batch of the last of them.
     _pending: list[tuple[TrainState, Mapping[str, Tensor | float]]] = attrs.field(factory=list)
@@ -648,6 +656,8 @@ class Loop:
             Those of `open_run_sinks`, `open_guarded_saver` and `collect_manually`.
         """
         run = self._run
+        if self._capture is not None:
+            match_modules(attach_axes(self._stages, run.ps), self._capture)
 
         # A hook before the step: the count has to change before any parameter does.
         def count(*_: Any) -> None:
@@ -693,10 +703,12 @@ class Loop:
             counting = self._optimizer.register_step_pre_hook(count)
             try:
                 self._switch_profiler(self._first_step)
+                self._start_capture(self._first_step)
                 yield self
             finally:
                 counting.remove()
                 self._stop_profiler()
+                self._capturing.close()
             # Without an exception, so the steps since the last read are good ones.
             if self._pending:
                 self._read_pending(self._pending[-1][0])
@@ -840,6 +852,8 @@ class Loop:
             batch: The batch of this rank, for the guard.
         """
         self._batch = batch
+        if self._captured is not None:
+            self._write_capture(self._captured, state, batch)
         self._intervals.note_batch(batch.microbatches, self._run.ps.loss.count)
         is_first = not self._has_recorded
         if not (is_first or is_due(state.step, self._log_every) or self._is_save_due(state)):
@@ -955,6 +969,7 @@ class Loop:
         self._last_step = state.step
         self._intervals.advance(state, vote.clock)
         self._switch_profiler(state.step)
+        self._start_capture(state.step)
         # Pending steps share the time since the first of them began.
         if not self._pending:
             self._step_start = time.perf_counter()
@@ -1001,6 +1016,22 @@ class Loop:
             idle=summary.idle,
             operations=[attrs.asdict(one) for one in summary.operations],
         )
+
+    def _start_capture(self, step: int) -> None:
+        """Capture the next step, if it is the one that is asked for."""
+        if self._capture is None or step + 1 != self._capture_at:
+            return
+        stages = attach_axes(self._stages, self._run.ps)
+        self._captured = self._capturing.enter_context(capture(stages, self._capture))
+
+    def _write_capture(self, captured: Capture, state: TrainState, batch: StepBatch) -> None:
+        """Write what the step has captured, before anything else calls the model."""
+        self._capturing.close()
+        folder = self._run.dir / "captures" / f"step_{state.step:08d}"
+        write_capture(captured, folder, batch.microbatches)
+        self._write_event("capture", step=state.step, pattern=self._capture, path=str(folder))
+        self._run.log(f"captured {self._capture} in step {state.step}: {folder}")
+        self._capture = self._captured = None  # once: a roll-back may take the step again
 
     def is_due(self, state: TrainState, every: int | Interval, *, since: int = 0) -> bool:
         """Return whether something is due that is done at an interval, and after the last step.

@@ -85,6 +85,13 @@ class LoggingOptions:
     """Write statistics of every parameter, its gradient and its update to layers.jsonl every so
     many steps; 0 for never."""
 
+    capture: str | None = None
+    """Write what these modules return in one step, and its gradients, to captures: a pattern of
+    names, as 'layers.*.mlp'. docs/howto/my-loss-differs.md compares two runs with it."""
+
+    capture_at: int = attrs.field(default=1, validator=positive)
+    """The step of --capture."""
+
     sync_phases: bool = False
     """Wait for the device after each phase of a step, so that seconds by phase are the device's.
     The run is slower meanwhile."""
