@@ -52,20 +52,20 @@ ROOMS = [*CORE, *chain.from_iterable(WINGS.values()), "__main__"]
 REACHED = {
     # Of the library, where nothing else is said. What is read is tokens of code: lines can be made
     # few by packing more into each.
-    "tokens": 391_121,
-    "tokens of the core": 142_380,
-    "tokens a line": 8.693,
-    "calls that unpack keywords": 48,
+    "tokens": 433_716,
+    "tokens of the core": 150_353,
+    "tokens a line": 8.578,
+    "calls that unpack keywords": 51,
     "calls that unpack keywords in recipes": 0,
-    "calls that unpack keywords in tests": 53,
-    "pieces of messages": 6,
-    "private functions used once": 574,
-    "words of the dialect": 29,
-    "lines of code per comment": 15.853,
-    "public names": 548,
+    "calls that unpack keywords in tests": 58,
+    "pieces of messages": 5,
+    "private functions used once": 624,
+    "words of the dialect": 25,
+    "lines of code per comment": 11.956,
+    "public names": 600,
     "longest chain of imports": 14,
-    "share of code that refuses": 0.105,
-    "shared text of recipes": 0.466,
+    "share of code that refuses": 0.101,
+    "shared text of recipes": 0.475,
 }
 DEGREES_STAND_IN = {"types.py"}
 SET_UP = ["types", "mesh", "parallel", "weights.checkpoint", "post.adapters"]
