@@ -152,6 +152,13 @@ def test_of_two_best_evaluations_both_are_saved_and_stay(tmp_path):
     assert find_checkpoint(tmp_path, best=True).name == "step_00000002"
 
 
+def test_an_evaluation_that_ends_the_run_is_on_record(tmp_path):
+    with pytest.raises(SystemExit) as end:
+        evaluate_each_step(tmp_path, [3.0, float("nan")], keep_best=0)
+    assert end.value.code == 67
+    assert [event["step"] for event in events(tmp_path, "evaluation")] == [1, 2]
+
+
 def test_without_keep_best_evaluations_save_nothing(tmp_path):
     assert evaluate_each_step(tmp_path, [3.0, 2.0, 1.0, 4.0], keep_best=0) == ([4], [4])
 

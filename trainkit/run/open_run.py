@@ -909,6 +909,8 @@ class Loop:
         self._run.phase("evaluation", allow=self._run.timeouts.start_timeout)
         with measure_phase("evaluate"), use_averaged_parameters(self._optimizer):
             results = evaluator()
+        # Before what follows from them, so that an evaluation that ends the run is on record too.
+        self._record_evaluation(state.step, results)
         state = health.stop_if_diverged(state, results["loss"])
         self._steering.note_evaluation(results["loss"])
         score = results.get("score", results["loss"])
@@ -919,18 +921,21 @@ class Loop:
             state = attrs.evolve(state, health=memory)
             self._best_step = state.step if is_best else None
         self._set_current(state)
+        self._score = state.step, score
+        # The seconds of the next step do not contain the evaluation.
+        self._step_start = time.perf_counter()
+        return state
+
+    def _record_evaluation(self, step: int, results: Mapping[str, float]) -> None:
+        """Send the results of an evaluation to every sink, and print them."""
         if is_loss_per_token(results):
             results = {**results, "perplexity": loss_to_perplexity(results["loss"])}
-        self._write_event("evaluation", step=state.step, **results)
+        self._write_event("evaluation", step=step, **results)
         unit = next((x for x in ("pair", "answer") if f"{x}s" in results), "token")
         nats = "nats " if unit == "token" else ""
         self._run.log(
             f"held out: {results['loss']:.4f} {nats}per {unit}, {results[f'{unit}s']} {unit}s"
         )
-        self._score = state.step, score
-        # The seconds of the next step do not contain the evaluation.
-        self._step_start = time.perf_counter()
-        return state
 
     def checkpoint(self, state: TrainState) -> str | None:
         """Save if it is time, carry out requests, and return why the run has to stop, or None.
