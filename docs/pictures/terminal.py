@@ -90,7 +90,7 @@ def main() -> None:
     """Run the recipe, and write the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--step", type=int, default=60, help="the step to draw (default: 60)")
-    parser.add_argument("--peak-flops", default="4e10", help="of the processor, for mfu")
+    parser.add_argument("--peak-flops", default="1.1e11", help="of the processor, for mfu")
     options = parser.parse_args()
     command = "python recipes/pretrain.py --steps 100 --eval-every 40 --sample 60"
     with tempfile.TemporaryDirectory() as out:
