@@ -1823,15 +1823,15 @@ MISTAKES = [
         (
             "open_run.py",
             "the best evaluation so far saves nothing",
-            "is_due = self._is_save_due(state) or self._best_step == state.step",
-            "is_due = self._is_save_due(state)",
+            "is_save_due = self._is_save_due(state) or self._best_step == state.step",
+            "is_save_due = self._is_save_due(state)",
             "tests/run/test_run.py tests/recipes/test_pretrain.py",
         ),
         (
             "open_run.py",
             "an abort saves",
-            "is_saved = not self._steering.is_abort and bool(self._stop_reason or is_due)",
-            "is_saved = bool(self._stop_reason or is_due)",
+            "is_saved = not self._steering.is_abort and bool(self._stop_reason or is_save_due)",
+            "is_saved = bool(self._stop_reason or is_save_due)",
             "tests/run/test_control.py",
         ),
         (

@@ -33,7 +33,6 @@ def take_step(layout):
             is_due=lambda: True,
             write=lambda *x: found.update([x]),
             axis=ps.world,
-            replica=ps.loss.index * ps.tp.count + ps.tp.index,
         ):
             for p in params:
                 p.grad = (p * 2).detach()

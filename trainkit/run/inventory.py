@@ -121,6 +121,7 @@ class RankReadings:
     axis: Axis
     _highest: int = 0
     _by_rank: torch.Tensor | None = None
+    _rows: list[list[int]] = attrs.field(factory=list)  # the same on the host, when it is read
 
     def gather(self, signs: int = 0) -> None:
         """Gather the memory of all ranks and their signs; what reads them then waits for it.
@@ -139,6 +140,7 @@ class RankReadings:
         own = [stats["memory"], peak, stats.get("memory_reserved", 0), int(signs)]
         numbers = torch.tensor([own], device=get_comm_device(self.axis))
         self._by_rank = all_gather(numbers, self.axis, dim=0)
+        self._rows = []
 
     def read_memory(self) -> dict[str, int]:
         """Return the memory of the rank with the highest peak, in bytes, and its number.
@@ -154,9 +156,9 @@ class RankReadings:
             >>> sorted(readings.read_memory())
             ['memory', 'memory_peak', 'memory_rank']
         """
-        if self._by_rank is None:
+        rows = self._read_rows()
+        if not rows:
             return {}
-        rows = self._by_rank.tolist()
         worst = max(range(len(rows)), key=lambda rank: rows[rank][1])
         memory, peak, reserved, _ = rows[worst]
         reserves = {"memory_reserved": reserved} if reserved else {}
@@ -164,11 +166,17 @@ class RankReadings:
 
     def read_peaks(self) -> list[int]:
         """Return the peak of every rank, in bytes; [] before the first `gather`."""
-        return [] if self._by_rank is None else self._by_rank[:, 1].tolist()
+        return [row[1] for row in self._read_rows()]
 
     def read_signs(self) -> list[int]:
         """Return the signs of every rank; [] before the first `gather`."""
-        return [] if self._by_rank is None else self._by_rank[:, 3].tolist()
+        return [row[3] for row in self._read_rows()]
+
+    def _read_rows(self) -> list[list[int]]:
+        """Return the numbers of each rank, which come to the host once and stand on every line."""
+        if not self._rows and self._by_rank is not None:
+            self._rows = self._by_rank.tolist()
+        return self._rows
 
 
 def _name_processor() -> str:

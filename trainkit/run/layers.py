@@ -43,18 +43,16 @@ def measure_tensors(
     tensors: Mapping[str, Tensor],
     *,
     axis: Axis = SOLO,
-    replica: int = 0,
     names: Sequence[str] | None = None,
 ) -> LayerStatistics:
     """Return statistics of tensors that are sharded in any layout, with one collective.
 
-    Every element counts once, whichever ranks hold it, and in fp64, so that every layout gives the
-    numbers of one process except for the rounding of their sum.
+    The elements of a tensor count equally often, however many ranks hold copies, and in fp64, so
+    that every layout gives the numbers of one process except for the rounding of their sum.
 
     Args:
         tensors: This rank's tensors by their names in the whole model, plain or DTensors.
         axis: All ranks, `ps.world`.
-        replica: The number of this rank's copy of a tensor that is no DTensor; copy 0 counts.
         names: All names, equal on all ranks; by default they are gathered, with two collectives
             more. See `gather_names`.
 
@@ -67,7 +65,7 @@ def measure_tensors(
         LayerStatistics(names=['head'], rms=[2.5], largest=[4.0], zeros=[0.5], nonfinite=[0.0])
     """
     names = gather_names(tensors, axis) if names is None else [*names]
-    table = _merge_tables(_tabulate(tensors, names, replica=replica), axis)
+    table = _merge_tables(_tabulate(tensors, names), axis)
     return _finish(names, table)
 
 
@@ -93,7 +91,6 @@ def watch_layers(
     is_due: Callable[[], bool],
     write: WriteLayers,
     axis: Axis = SOLO,
-    replica: int = 0,
 ) -> Iterator[None]:
     """Measure parameters, gradients and updates at the optimizer steps of a block that are due.
 
@@ -107,7 +104,6 @@ def watch_layers(
         is_due: Called before each optimizer step; equal on all ranks.
         write: Called on every rank with the statistics of each kind.
         axis: All ranks, `ps.world`.
-        replica: As in `measure_tensors`.
 
     Effects:
         Registers two hooks of the optimizer; a step that is due communicates on `axis` once,
@@ -142,8 +138,8 @@ def watch_layers(
             return
         with torch.no_grad():
             gradients = {name: p.grad for name, p in params.items() if p.grad is not None}
-            tables.append(_tabulate(params, names, replica=replica))
-            tables.append(_tabulate(gradients, names, replica=replica, device=tables[0].device))
+            tables.append(_tabulate(params, names))
+            tables.append(_tabulate(gradients, names, device=tables[0].device))
             before.update({name: p.detach().clone() for name, p in params.items()})
 
     def finish(*_: object) -> None:
@@ -151,7 +147,7 @@ def watch_layers(
             return
         with torch.no_grad():
             updates = {name: p.detach() - before[name] for name, p in params.items()}
-            tables.append(_tabulate(updates, names, replica=replica))
+            tables.append(_tabulate(updates, names))
         weight, gradient, update = (
             _finish(names, table) for table in _merge_tables(torch.cat(tables), axis).chunk(3)
         )
@@ -177,26 +173,25 @@ def _tabulate(
     tensors: Mapping[str, Tensor],
     names: Sequence[str],
     *,
-    replica: int,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Return the sums of this rank's elements, fp64 `[N, 5]`; zeros for what others count."""
+    """Return the sums of this rank's elements, fp64 `[N, 5]`; zeros for what it does not hold."""
     # Where no parameter has a gradient, the device is that of the parameters.
     device = next((x.device for x in tensors.values()), device)
     table = torch.zeros(len(names), 5, dtype=torch.float64, device=device)
     for row, name in enumerate(names):
         if name not in tensors:
             continue
-        box = get_local_box(tensors[name], replica=replica)
-        if not box.writes or not box.local.numel():
+        local = get_local_box(tensors[name]).local
+        if not local.numel():
             continue
-        is_finite = box.local.isfinite()
-        values = torch.where(is_finite, box.local, 0).double()
+        is_finite = local.isfinite()
+        values = torch.where(is_finite, local, 0).double()
         table[row, _SQUARES] = values.square().sum()
         table[row, _LARGEST] = values.abs().max()
-        table[row, _ZEROS] = (box.local == 0).sum()
+        table[row, _ZEROS] = (local == 0).sum()
         table[row, _NONFINITE] = is_finite.logical_not().sum()
-        table[row, _COUNT] = box.local.numel()
+        table[row, _COUNT] = local.numel()
     return table
 
 

@@ -761,7 +761,6 @@ class Loop:
                     is_due=is_step_due,
                     write=write,
                     axis=run.ps.world,
-                    replica=run.ps.loss.index * run.ps.tp.count + run.ps.tp.index,
                 )
             )
             yield
@@ -869,14 +868,16 @@ class Loop:
             check_savable(state, self._stages, self._optimizer, run.ps, run.components)
         self._pending.append((state, metrics))
         # Also after a roll-back, to an earlier step.
-        if self._read_step is None or not 0 <= state.step - self._read_step < _READ_EVERY:
+        is_read = self._read_step is None or not 0 <= state.step - self._read_step < _READ_EVERY
+        if is_read:
             self._readings.gather(self._read_signs())
             self._read_step = state.step
-            self._report_signs(state.step)
         # The time of the next steps starts here: these are queued on the device already.
         run.phase(f"step {state.step + 1}", allow=self._log_every * run.timeouts.step_timeout)
         self._has_recorded = True
         state = self._read_pending(state)
+        if is_read:  # not before: where ranks talk through the device, reading waits for it
+            self._report_signs(state.step)
         while run.notices:
             self._write_event("warning", step=state.step, what=run.notices.popleft())
         if is_first:
@@ -951,7 +952,7 @@ class Loop:
         """
         if self._divergence and self._policy.on_divergence == "stop":
             raise self._make_divergence_error(state.step)
-        is_due = self._is_save_due(state) or self._best_step == state.step
+        is_save_due = self._is_save_due(state) or self._best_step == state.step
         vote = self._run.vote()
         self._steering.settle_checks(state.step)
         # Before a signal requests are not carried out: the run may have seconds to save.
@@ -960,7 +961,7 @@ class Loop:
         self._stop_reason = vote.stop or self._steering.stop or self._divergence or None
         if self._steering.is_abort:
             self._run.stop_code = PreemptedError.code
-        is_saved = not self._steering.is_abort and bool(self._stop_reason or is_due)
+        is_saved = not self._steering.is_abort and bool(self._stop_reason or is_save_due)
         if is_saved:
             state = self._read_pending(state)
             # Before the save, which may fail: `_is_saved` looks at the disk as well.
