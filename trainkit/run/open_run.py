@@ -46,22 +46,20 @@ from trainkit.parallel.parameters import modules_of
 from trainkit.parallel.recompute import get_recompute_mode
 from trainkit.parallel.stage_ranks import attach_axes
 from trainkit.phases import PhaseTimes, as_phase, measure_phase, record_phases
-from trainkit.run.capture import Capture, capture, match_modules, write_capture
+from trainkit.run.capture import match_modules
 from trainkit.run.config import config_to_dict, make_config_facts, make_resume_rules
 from trainkit.run.control import Mailbox
 from trainkit.run.device_health import describe_signs, watch_device
 from trainkit.run.directory import make_run_dir
 from trainkit.run.errors import EXIT_SAVED, report_errors
-from trainkit.run.find_nan import find_first_nan
 from trainkit.run.garbage import Collect, collect_manually
+from trainkit.run.instruments import Instruments, open_instruments
 from trainkit.run.intervals import IntervalClock
 from trainkit.run.inventory import RankReadings, gather_inventory, measure_startup
-from trainkit.run.layers import LayerStatistics, watch_layers
 from trainkit.run.lock import lock_run
 from trainkit.run.log import make_logger, print_warning
 from trainkit.run.plots.load import plot_expert_load
 from trainkit.run.plots.loss import plot_loss
-from trainkit.run.profiling import ProfileSummary, profile
 from trainkit.run.reproducible import set_numerics
 from trainkit.run.signals import Vote, open_step_vote, trap_signals
 from trainkit.run.sinks.console import escape_control_characters
@@ -69,10 +67,9 @@ from trainkit.run.sinks.jsonl import (
     WriteEvent,
     compare_evaluations,
     fsync_jsonl,
-    open_events,
     read_jsonl,
 )
-from trainkit.run.sinks.named import LoggingOptions, ProfileSteps, named_sinks
+from trainkit.run.sinks.named import LoggingOptions, named_sinks
 from trainkit.run.sinks.open_run_sinks import open_run_sinks, summarize_run
 from trainkit.run.startup import check_ranks_agree, make_code_facts
 from trainkit.run.steering import Handler, Steering, open_steering
@@ -83,7 +80,6 @@ from trainkit.text.chat import template_hash
 from trainkit.text.tokenizers import tokenizer_hash
 from trainkit.types import (
     Bins,
-    ConfigError,
     ForwardBackward,
     Layout,
     Numerics,
@@ -506,9 +502,6 @@ class Run:
             self.log(f"no mfu: the peak of {name} is not known; --peak-flops gives it")
         if logging.sync_phases and device.type != "cpu":
             self.times.wait = partial(torch.accelerator.synchronize, device)
-        asked = ProfileSteps.parse(logging.profile) if logging.profile else None
-        if asked is not None and asked.first > steps:
-            self.log(f"no profile: the run ends at step {steps}, before step {asked.first}")
         if state.step >= steps:
             self.log(
                 f"the run in {self.dir} is complete at step {state.step}; --steps takes it further"
@@ -532,11 +525,7 @@ class Run:
             policy=policy or health.Policy(),
             peak_flops=peak,
             readings=RankReadings(device, self.ps.world),
-            profile=asked,
-            anomaly=logging.anomaly,
-            layers_every=logging.layers_every,
-            capture=logging.capture,
-            capture_at=logging.capture_at,
+            logging=logging,
             current=state,
             first_step=state.step,
         ).open(
@@ -605,11 +594,7 @@ class Loop:
     _policy: health.Policy
     _peak_flops: float | None  # FLOP/s of one device, None if unknown
     _readings: RankReadings
-    _profile: ProfileSteps | None  # to profile next, or now
-    _anomaly: bool
-    _layers_every: int
-    _capture: str | None  # the pattern of the modules to capture
-    _capture_at: int
+    _logging: LoggingOptions
     # The state of the stages and the optimizer, as far as the loop knows it. It is consistent until
     # the next optimizer step starts, which writes parameters and moments one by one and is followed
     # by the counters: see `_find_unsaved`.
@@ -625,9 +610,7 @@ class Loop:
     # Further requests that a run can carry out, by name; see `on_request`.
     _handlers: dict[str, Handler] = attrs.field(factory=dict)
     _read_signs: Callable[[], int] = attrs.field(init=False)
-    _profiling: contextlib.ExitStack | None = None  # open while steps are profiled
-    _capturing: contextlib.ExitStack = attrs.field(factory=contextlib.ExitStack)
-    _captured: Capture | None = None  # of the step that is being taken
+    _instruments: Instruments = attrs.field(init=False)
     _step_start: float = attrs.field(factory=time.perf_counter)
     # Steps whose metrics have not been read yet, and the batch of the last of them.
     _pending: list[tuple[TrainState, Mapping[str, Tensor | float]]] = attrs.field(factory=list)
@@ -656,8 +639,9 @@ class Loop:
             Those of `open_run_sinks`, `open_guarded_saver` and `collect_manually`.
         """
         run = self._run
-        if self._capture is not None:
-            match_modules(attach_axes(self._stages, run.ps), self._capture)
+        stages = attach_axes(self._stages, run.ps)
+        if self._logging.capture is not None:
+            match_modules(stages, self._logging.capture)
 
         # A hook before the step: the count has to change before any parameter does.
         def count(*_: Any) -> None:
@@ -683,11 +667,19 @@ class Loop:
             self._open_saver(replay) as (self._save, self._guard),
             collect_manually() as self._collect,
             watch_device(run.ps.device) as self._read_signs,
-            self._watch_layers() if self._layers_every else contextlib.nullcontext(),
-            find_first_nan() if self._anomaly else contextlib.nullcontext(),
+            open_instruments(
+                run.dir,
+                stages,
+                self._optimizer,
+                self._logging,
+                device=run.ps.device,
+                last_step=self._steps,
+                write_event=self._write_event,
+                logger=run.logger,
+            ) as self._instruments,
         ):
             self.on_request("log-every", self._set_log_every)
-            self.on_request("profile", self._set_profile)
+            self.on_request("profile", self._instruments.request_profile)
             self._write_event(
                 "resume",
                 step=self._first_step,
@@ -702,13 +694,10 @@ class Loop:
             )
             counting = self._optimizer.register_step_pre_hook(count)
             try:
-                self._switch_profiler(self._first_step)
-                self._start_capture(self._first_step)
+                self._instruments.begin_step(self._first_step + 1)
                 yield self
             finally:
                 counting.remove()
-                self._stop_profiler()
-                self._capturing.close()
             # Without an exception, so the steps since the last read are good ones.
             if self._pending:
                 self._read_pending(self._pending[-1][0])
@@ -724,46 +713,6 @@ class Loop:
                 f"{'the last checkpoint' if is_abort else 'there'}"
             )
             run.log(summarize_run(run.dir))
-
-    @contextlib.contextmanager
-    def _watch_layers(self) -> Iterator[None]:
-        """Write statistics by layer at the steps that are due, on the first rank."""
-        run = self._run
-
-        def is_step_due() -> bool:
-            step = None if self._current is None else self._current.step + 1
-            return step is not None and is_due(step, self._layers_every, last=self._steps)
-
-        with contextlib.ExitStack() as stack:
-            append: WriteEvent = lambda *_, **__: None  # noqa: E731 (on other ranks)
-            if run.ps.world.index == 0:
-                append = stack.enter_context(
-                    open_events(run.dir / "layers.jsonl", log=run.logger.warning)
-                )
-
-            def write(kind: str, found: LayerStatistics) -> None:
-                step = None if self._current is None else self._current.step + 1
-                append(
-                    "layers",
-                    step=step,
-                    kind=kind,
-                    names=found.names,
-                    rms=found.rms,
-                    largest=found.largest,
-                    zeros=found.zeros,
-                    nonfinite=found.nonfinite,
-                )
-
-            stack.enter_context(
-                watch_layers(
-                    self._stages,
-                    self._optimizer,
-                    is_due=is_step_due,
-                    write=write,
-                    axis=run.ps.world,
-                )
-            )
-            yield
 
     def _open_saver(self, replay: ForwardBackward) -> AbstractContextManager[tuple[Save, Guard]]:
         run = self._run
@@ -813,22 +762,6 @@ class Loop:
         self._log_every = steps
         return f"from step {step + 1} on the metrics of {steps} steps are read at once"
 
-    def _set_profile(self, steps: int | None, step: int) -> str:
-        assert steps is not None  # likewise
-        is_profiling = self._profiling is not None
-        if self._profile is not None and (is_profiling or self._profile.first > step):
-            raise ConfigError(
-                f"steps {self._profile.first} to {self._profile.last} are profiled first"
-            )
-        self._profile = ProfileSteps(step + 1, step + steps)
-        return (
-            f"steps {step + 1} to {step + steps} are profiled; traces will be in "
-            f"{self._get_profile_dir(self._profile.first)}"
-        )
-
-    def _get_profile_dir(self, first: int) -> Path:
-        return self._run.dir / "profiles" / f"step_{first:08d}"
-
     @as_phase("log")
     def record(
         self, state: TrainState, metrics: Mapping[str, Tensor | float], batch: StepBatch
@@ -851,8 +784,7 @@ class Loop:
             batch: The batch of this rank, for the guard.
         """
         self._batch = batch
-        if self._captured is not None:
-            self._write_capture(self._captured, state, batch)
+        self._instruments.end_step(batch)
         self._intervals.note_batch(batch.microbatches, self._run.ps.loss.count)
         is_first = not self._has_recorded
         if not (is_first or is_due(state.step, self._log_every) or self._is_save_due(state)):
@@ -974,70 +906,11 @@ class Loop:
             self._collect(idle=is_saved)
         self._last_step = state.step
         self._intervals.advance(state, vote.clock)
-        self._switch_profiler(state.step)
-        self._start_capture(state.step)
+        self._instruments.begin_step(state.step + 1)
         # Pending steps share the time since the first of them began.
         if not self._pending:
             self._step_start = time.perf_counter()
         return self._stop_reason
-
-    def _switch_profiler(self, step: int) -> None:
-        """Start or stop the profiler after a step, if it is the time."""
-        steps = self._profile
-        if steps is None:
-            return
-        if self._profiling is not None and step >= steps.last:
-            self._stop_profiler()
-            self._profile = None
-        elif self._profiling is None and steps.first <= step + 1 <= steps.last:
-            run = self._run
-            first = step + 1  # a later one than was asked for, if the run resumes within them
-            folder = self._get_profile_dir(first)
-            self._profiling = contextlib.ExitStack()
-            self._profiling.enter_context(
-                profile(
-                    folder,
-                    rank=run.ps.world.index,
-                    device=run.ps.device,
-                    report=partial(self._report_profile, first, folder),
-                )
-            )
-
-    def _stop_profiler(self) -> None:
-        if self._profiling is not None:
-            self._profiling.close()
-            self._profiling = None
-
-    def _report_profile(self, first: int, folder: Path, summary: ProfileSummary) -> None:
-        last = max(first, self._last_step)  # an earlier one than was asked for, if the run ends
-        steps = f"step {first}" if first == last else f"steps {first} to {last}"
-        self._run.log(f"profile of {steps}: {summary}")
-        self._run.log(f"  a trace of each rank is in {folder}: open one in ui.perfetto.dev")
-        self._write_event(
-            "profile",
-            step=last,
-            first=first,
-            path=str(folder),
-            seconds=summary.seconds,
-            idle=summary.idle,
-            operations=[attrs.asdict(one) for one in summary.operations],
-        )
-
-    def _start_capture(self, step: int) -> None:
-        """Capture the next step, if it is the one that is asked for."""
-        if self._capture is None or step + 1 != self._capture_at:
-            return
-        stages = attach_axes(self._stages, self._run.ps)
-        self._captured = self._capturing.enter_context(capture(stages, self._capture))
-
-    def _write_capture(self, captured: Capture, state: TrainState, batch: StepBatch) -> None:
-        """Write what the step has captured, before anything else calls the model."""
-        self._capturing.close()
-        folder = self._run.dir / "captures" / f"step_{state.step:08d}"
-        write_capture(captured, folder, batch.microbatches)
-        self._write_event("capture", step=state.step, pattern=self._capture, path=str(folder))
-        self._run.log(f"captured {self._capture} in step {state.step}: {folder}")
-        self._capture = self._captured = None  # once: a roll-back may take the step again
 
     def is_due(self, state: TrainState, every: int | Interval, *, since: int = 0) -> bool:
         """Return whether something is due that is done at an interval, and after the last step.
