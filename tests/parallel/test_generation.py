@@ -22,6 +22,8 @@ from trainkit.parallel import (
     tensor_parallel,
 )
 from trainkit.post.generation import Sampling, generate, generate_sharded
+from trainkit.post.generation.call_together import call_together, is_sharded_model
+from trainkit.text.tokenizers.bytes import ByteTokenizer, make_byte_tokenizer
 from trainkit.tools.testing import run_ranks
 from trainkit.types import NumericsError
 
@@ -208,7 +210,89 @@ def test_a_nan_of_one_rank_ends_every_rank():
     (first, calls), (second, others) = run_ranks(error_of_a_nan, 2, model)
     assert "rank 1" in first
     assert "rank 1" not in second
-    assert calls == others == 5
+    assert calls == others == 3  # none goes on after another has failed
+
+
+class FailingTokenizer(ByteTokenizer):
+    """Decodes nothing."""
+
+    def decode(self, ids):
+        raise KeyError("no such piece", ids)
+
+
+def errors_of_one_rank(model, kind):
+    """Return the error that each rank raises when the second one alone has an error."""
+    with tk.parallel_session(dp_shard=2) as ps:
+        is_second = ps.world.index == 1
+
+        def fail(*_):
+            raise KeyError("no such piece")
+
+        draw = partial(generate_sharded, model, PROMPTS, axis=ps.dp)
+        if kind == "stream":
+            draw = partial(generate, make_stages([model], ps), PROMPTS)
+        tokenizer = make_byte_tokenizer()
+        more = {
+            "call": {"call": call_model if not is_second else fail},
+            "tokenizer": {"tokenizer": FailingTokenizer() if is_second else tokenizer},
+            "stream": {"tokenizer": tokenizer, "stream": fail if is_second else None},
+        }[kind]
+        with pytest.raises(Exception, match="no such piece") as caught:
+            draw(max_new_tokens=5, context=11, **more)
+        assert draw(max_new_tokens=2, context=11)  # the ranks are together again
+        return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["call", "tokenizer", "stream"])
+def test_an_error_of_one_rank_ends_every_rank(kind):
+    (model,) = tk.build_stages(
+        lambda: Decoder(SMALL), tk.solo_parallel(), [], weights=init_weights(SMALL, seed=0)
+    )
+    first, second = run_ranks(errors_of_one_rank, 2, model, kind)
+    assert first == ("RuntimeError", "rank 1 failed: " + ": ".join(second))
+    assert second[0] == "KeyError"
+
+
+def error_inside_of_a_call():
+    """Let a call that communicates fail on the second rank, then let that rank say so."""
+    with tk.parallel_session(dp_shard=2) as ps:
+
+        def work(call):
+            return [call(None, {}) for _ in range(2)]
+
+        def call(*_):
+            if ps.world.index == 1:
+                raise KeyError("inside")
+
+        def explain(_):
+            raise ValueError("explained")
+
+        together = partial(call_together, axis=ps.world, communicates=True)
+        if ps.world.index == 0:
+            with pytest.raises(ValueError, match="rank 1: explained"):
+                together(work, call)
+            return True
+        with pytest.raises(KeyError, match="inside"):  # it has waited for nobody
+            together(work, call)
+        with pytest.raises(ValueError, match="explained"):
+            together(explain, call)
+        return True
+
+
+def test_an_error_inside_of_collectives_raises_at_once():
+    assert run_ranks(error_inside_of_a_call, 2) == [True, True]
+
+
+def knows_a_sharded_model():
+    with tk.parallel_session(dp_shard=2) as ps:
+        weights = init_weights(SMALL, seed=0)
+        sharded = tk.build_stages(lambda: Decoder(SMALL), ps, [fsdp()], weights=weights)
+        whole = make_stages([Decoder(SMALL)], ps)
+        return is_sharded_model(sharded), is_sharded_model(sharded[0]), is_sharded_model(whole)
+
+
+def test_a_model_that_needs_other_ranks_is_known():
+    assert run_ranks(knows_a_sharded_model, 2) == [(True, True, False)] * 2
 
 
 def test_prompts_are_sharded_over_ranks_which_run_as_often_as_each_other():

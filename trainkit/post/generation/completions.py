@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, Literal
 
 import attrs
@@ -12,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainkit.collectives import any_rank, run_on_all_ranks
+from trainkit.collectives import all_gather_objects
 from trainkit.models.call import CachedCall, call_model, call_with_cache
 from trainkit.models.decoder import Decoder, whole_logits
 from trainkit.models.functional import bare
 from trainkit.models.kv_cache import KVCache
 from trainkit.parallel.generation_call import make_call
 from trainkit.parallel.stage_forward import compute_device, use_eval_mode
+from trainkit.post.generation.call_together import call_together, is_sharded_model
 from trainkit.post.generation.sampling import Sampling, make_noise, next_tokens
 from trainkit.post.generation.text import Reader, make_reader
 from trainkit.text.chat import encode_prompt, find_stop_ids, load_template
@@ -110,6 +110,8 @@ def generate(
             context, `stop` or `stream` come without a tokenizer, or a number is out of its range;
             all before anything is computed.
         NumericsError: A logit is NaN.
+        Exception: With a `Stages`, an error on one rank, as from `stream`, on all (see
+            `call_together`).
 
     Effects:
         Runs the model in evaluation mode and restores every module's mode. With a sharded model
@@ -127,6 +129,7 @@ def generate(
         True
     """
     model, call = _split_stages(stages_or_model, call)
+    world = stages_or_model.world if isinstance(stages_or_model, Stages) else SOLO
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     row_ids = range(len(prompts)) if row_ids is None else row_ids
     # Everything is checked before the model runs.
@@ -139,27 +142,32 @@ def generate(
         raise ValueError(f"generate: {'stop' if stop else 'stream'}= needs a tokenizer; give one")
     if call is None:
         call = _choose_call(model)
-    rows = []
-    for index, prompt in enumerate(prompts):
-        reader = None if tokenizer is None else make_reader(tokenizer, prompt, stop=stop)
-        rows.append(_Row(index, {*stop_ids}, reader, stream))
-    if max_new_tokens and rows:
-        device = compute_device(model)
-        # inference_mode saves a tenth of a small model's step over no_grad; FSDP does not take it.
-        is_plain = isinstance(call, CachedCall) and call.call is call_with_cache
-        with use_eval_mode([model]), torch.inference_mode() if is_plain else nullcontext():
-            _sample(
-                rows,
-                prompts,
-                _make_compute_logits(bare(model) if is_plain else model, call),
-                row_ids=row_ids,
-                max_new_tokens=max_new_tokens,
-                sampling=sampling,
-                context=context,
-                vocab_size=vocab_size,
-                device=device,
-            )
-    return [row.finish() for row in rows]
+
+    def generate_rows(call: Call) -> list[Completion]:
+        rows = []
+        for index, prompt in enumerate(prompts):
+            reader = None if tokenizer is None else make_reader(tokenizer, prompt, stop=stop)
+            rows.append(_Row(index, {*stop_ids}, reader, stream))
+        if max_new_tokens and rows:
+            device = compute_device(model)
+            # inference_mode saves a tenth of a small model's step over no_grad; FSDP does not take
+            # it.
+            is_plain = isinstance(call, CachedCall) and call.call is call_with_cache
+            with use_eval_mode([model]), torch.inference_mode() if is_plain else nullcontext():
+                _sample(
+                    rows,
+                    prompts,
+                    _make_compute_logits(bare(model) if is_plain else model, call),
+                    row_ids=row_ids,
+                    max_new_tokens=max_new_tokens,
+                    sampling=sampling,
+                    context=context,
+                    vocab_size=vocab_size,
+                    device=device,
+                )
+        return [row.finish() for row in rows]
+
+    return call_together(generate_rows, call, axis=world, communicates=True)
 
 
 def _split_stages(
@@ -389,10 +397,11 @@ def generate_sharded(
 
     Raises:
         ValueError: As `generate`, on all ranks.
-        NumericsError: A logit of any rank is NaN; on all ranks, when all have finished.
+        NumericsError: A logit of any rank is NaN; on all ranks.
+        Exception: Another error on one rank, on all (see `call_together`).
 
     Effects:
-        Those of `generate`; communicates on `axis`, once per token.
+        Those of `generate`; communicates once per token, on `axis` or all ranks of the stages.
 
     Examples:
         >>> from trainkit.models import build_decoder, make_decoder_config
@@ -402,7 +411,9 @@ def generate_sharded(
         True
     """
     model, call = _split_stages(stages_or_model, call, sharded=True)
-    axis = stages_or_model.dp if isinstance(stages_or_model, Stages) else axis
+    is_stages = isinstance(stages_or_model, Stages)
+    axis = stages_or_model.dp if is_stages else axis
+    world = stages_or_model.world if is_stages else axis
     if call is None:
         call = _choose_call(model)
     # Ids of all prompts, before they are sharded: noise must not depend on the rank.
@@ -411,70 +422,33 @@ def generate_sharded(
     _check_rows(
         prompts, row_ids, model, context, vocab_size, max_new_tokens=max_new_tokens, slide=slide
     )
-    generate_rows = partial(
-        generate,
-        model,
-        max_new_tokens=max_new_tokens,
-        context=context,
-        sampling=sampling,
-        stop_ids=stop_ids,
-        stop=stop,
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        slide=slide,
-    )
-    if axis.count == 1 or len(prompts) == 0:
-        return generate_rows(prompts, row_ids=row_ids, call=call)
-    return _generate_over_ranks(generate_rows, prompts, row_ids, model=model, call=call, axis=axis)
-
-
-def _generate_over_ranks(
-    generate_rows: Callable[..., list[Completion]],
-    prompts: Sequence[Sequence[int]],
-    row_ids: Sequence[int],
-    *,
-    model: Any,
-    call: Call,
-    axis: Axis,
-) -> list[Completion]:
-    """Generate every rank's share of the prompts, and return all completions on each rank."""
     # A rank without a prompt of its own runs the first one, to take part in the collectives.
-    indices = range(axis.index, len(prompts), axis.count) or [0]
-    newest: list[Mapping[str, Any]] = []
-    completions: list[Completion] = []
-    failure: NumericsError | None = None
-    try:
-        completions = generate_rows(
+    indices = range(axis.index, len(prompts), axis.count) or [0][: len(prompts)]
+
+    def generate_rows(call: Call) -> list[Completion]:
+        return generate(
+            model,
             [prompts[i] for i in indices],
+            max_new_tokens=max_new_tokens,
+            context=context,
+            sampling=sampling,
+            stop_ids=stop_ids,
+            stop=stop,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            slide=slide,
             row_ids=[row_ids[i] for i in indices],
-            call=_announce_calls(call, newest, axis),
+            call=call,
         )
-    except NumericsError as error:  # NaN on this rank alone; raised below, on all ranks
-        failure = error
-    # Other ranks are still generating: repeat the last call until all have finished.
-    while any_rank(False, axis):
-        call(model, newest[0])
 
-    def list_completions() -> list[list[Any]]:
-        if failure is not None:
-            raise failure
-        return [[i, attrs.asdict(x)] for i, x in zip(indices, completions, strict=True)]
-
+    is_sharded = world.count > 1 and is_sharded_model(stages_or_model)
+    completions = call_together(generate_rows, call, axis=world, communicates=is_sharded)
+    if axis.count == 1:
+        return completions
     # In reverse, so that the first rank that has a completion wins: later ones may repeat prompt 0.
-    parts = run_on_all_ranks(list_completions, axis)[::-1]
-    by_index = {i: x for part in parts for i, x in part}
+    values = [[i, attrs.asdict(x)] for i, x in zip(indices, completions, strict=True)]
+    by_index = {i: x for part in all_gather_objects(values, axis)[::-1] for i, x in part}
     return [Completion(**by_index[i]) for i in range(len(prompts))]
-
-
-def _announce_calls(call: Call, newest: list[Mapping[str, Any]], axis: Axis) -> Call:
-    """Return a call that announces itself to the other ranks and stores its batch in `newest`."""
-
-    def run(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-        newest[:] = [batch]
-        any_rank(True, axis)  # ranks that have finished wait in any_rank(False), and run it, too
-        return call(model, batch)
-
-    return CachedCall(run) if isinstance(call, CachedCall) else run
 
 
 # ----------------------------------------------------------------------------------------- the rows
