@@ -310,7 +310,7 @@ def main(argv=None):
     cfg = tk.config.load_config(Config, argv)
     # The teacher decides the tokenizer: both models need one vocabulary.
     base = tk.hub.open_model(
-        cfg.teacher or tk.hub.ensure_base_run(Path(__file__).parent),
+        cfg.teacher or tk.hub.ensure_base_run(),
         tokenizer=cfg.tokenizer,
         context=cfg.batch.row_length,
     )

@@ -234,7 +234,7 @@ def main(argv=None):
     cfg = tk.config.load_config(Config, argv)
     # All that can be rejected is rejected before the weights are read.
     precision = tk.parallel.resolve_precision(tk.Precision(compute=cfg.compute))
-    path = cfg.run or tk.hub.ensure_base_run(Path(__file__).parent)
+    path = cfg.run or tk.hub.ensure_base_run()
     trained = tk.hub.open_model(path, tokenizer=cfg.tokenizer, context=cfg.context)
     tk.parallel.check_layout(cfg.layout, trained.config)
     name = f"{path.absolute().name}-{trained.path.name}"

@@ -290,7 +290,7 @@ def main(argv=None):
     # The model to build, and its initial weights: those of --init, or of the run that is resumed.
     first = tk.checkpoint.find_initial_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
     base = tk.hub.open_model(
-        first.path or tk.hub.ensure_base_run(Path(__file__).parent),
+        first.path or tk.hub.ensure_base_run(),
         tokenizer=cfg.tokenizer,
         context=cfg.batch.row_length,
     )

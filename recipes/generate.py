@@ -128,7 +128,7 @@ def main(argv=None):
             repetition_penalty=cfg.repetition_penalty,
             seed=cfg.seed,
         )
-        path = cfg.run or tk.hub.ensure_base_run(Path(__file__).parent)
+        path = cfg.run or tk.hub.ensure_base_run()
         write(cfg, tk.hub.open_model(path), sampling)
 
 

@@ -330,7 +330,7 @@ def main(argv=None):
     cfg = tk.config.load_config(Config, argv)
     first = tk.checkpoint.find_initial_weights(cfg.init, run_dir=cfg.out, request=cfg.resume)
     base = tk.hub.open_model(
-        first.path or tk.hub.ensure_base_run(Path(__file__).parent, recipe="finetune"),
+        first.path or tk.hub.ensure_base_run("finetune"),
         tokenizer=cfg.tokenizer,
         context=cfg.batch.row_length,
     )

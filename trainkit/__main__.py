@@ -3,8 +3,11 @@
 On a terminal they print tables and sentences; elsewhere, and with --json, records are JSON, and so
 is an error: {"error": ..., "hint": ...}. Either way errors have exit codes.
 
-Training itself is a recipe, python recipes/pretrain.py; these commands stand around it:
+Training itself is a recipe: a script, which you copy and change. These commands stand around it:
 
+  python -m trainkit recipes                   the recipes, with a sentence each
+  python -m trainkit recipe pretrain > train.py
+                                               a copy of one, to run or to change
   python -m trainkit plan --size llama-3.1-8b --world 8 --hardware h100 --row-length 8192
                                                which layouts fit, and how fast each would be
   python -m trainkit prepare books/ --out books.tokens
@@ -49,6 +52,8 @@ from trainkit.tools.commands import (
     pack,
     plan,
     prepare,
+    recipe,
+    recipes,
     report,
     runs,
     score,
@@ -57,6 +62,8 @@ from trainkit.tools.commands.text import as_text
 from trainkit.types import ConfigError
 
 COMMANDS = {
+    "recipes": recipes,
+    "recipe": recipe,
     "plan": plan,
     "prepare": prepare,
     "data": data,

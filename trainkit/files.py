@@ -1,4 +1,4 @@
-"""Write files and folders completely or not at all; read files of a bounded size."""
+"""Write files completely or not at all; read files of a bounded size; find trainkit's own."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import stat
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from trainkit.types import DiskError
@@ -20,7 +22,6 @@ from trainkit.types import DiskError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from io import BufferedReader
-    from pathlib import Path
 
 
 _AT_FDCWD = -100  # from fcntl.h
@@ -488,3 +489,31 @@ def print_to_stderr(text: str) -> None:
         Writes to stderr, and never fails.
     """
     print_to(text, sys.stderr)
+
+
+def read_version() -> str:
+    """Return the version of trainkit that is installed, "source" if it is only imported.
+
+    An editable installation has the version of the day on which it was installed.
+
+    Examples:
+        >>> read_version() != ""
+        True
+    """
+    try:
+        return metadata.version("trainkit-lm")
+    except metadata.PackageNotFoundError:
+        return "source"
+
+
+def find_recipes() -> Path:
+    """Return the folder of the recipes: that of the checkout, or the one packed into a wheel.
+
+    Examples:
+        >>> (find_recipes() / "pretrain.py").is_file()
+        True
+    """
+    package = Path(__file__).parent
+    packed = package / "recipes"
+    # A checkout has them beside the package; setup.py copies them into a wheel.
+    return packed if packed.is_dir() else package.parent / "recipes"

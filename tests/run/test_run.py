@@ -351,7 +351,7 @@ def _start(folder, monkeypatch, capsys, *, recipe, text, version="1.0", facts=No
     """Begin or go on with a run of one more step; return what it said, and its event."""
     recipe.write_text(text)
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(recipe), raising=False)
-    monkeypatch.setattr(startup, "_read_version", lambda: version)
+    monkeypatch.setattr(startup, "read_version", lambda: version)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     checkpoints = CheckpointOptions(save_every=1, background_saves=False)

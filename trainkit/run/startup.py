@@ -8,7 +8,6 @@ import platform
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 
 import trainkit
 from trainkit.collectives import all_gather_objects
+from trainkit.files import read_version
 from trainkit.types import Axis, ConfigError
 
 
@@ -36,17 +36,10 @@ def make_code_facts() -> dict[str, str]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "trainkit": _read_version(),
+        "trainkit": read_version(),
         "trainkit source": _hash_library(),
         "recipe source": _hash_files(None, [Path(script)] if script else []),
     }
-
-
-def _read_version() -> str:
-    try:
-        return version("trainkit-lm")
-    except PackageNotFoundError:  # run from a source tree
-        return "source"
 
 
 @functools.cache

@@ -28,7 +28,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainkit import hub
+from trainkit import files, hub
 from trainkit.models import Experts
 from trainkit.models.call import RoutingTape
 from trainkit.models.experts import check_tape, preload_
@@ -442,11 +442,11 @@ def test_parts_of_another_trainkit_are_made_anew(change, source, out, monkeypatc
 
 def test_a_trainkit_that_is_not_installed_still_knows_its_code(tmp_path, monkeypatch):
     def not_installed(_):
-        raise parts.metadata.PackageNotFoundError
+        raise files.metadata.PackageNotFoundError
 
-    monkeypatch.setattr(parts.metadata, "version", not_installed)
+    monkeypatch.setattr(files.metadata, "version", not_installed)
     ours = parts.code_version()
-    assert ours.startswith("not installed ")
+    assert ours.startswith("source ")
     seen = {ours}
     for name in ("chat", "tokenizers"):
         other_code(tmp_path, monkeypatch, name)

@@ -100,7 +100,7 @@ def test_alone_it_prints_help_that_teaches(capsys):
     assert err == ""
     for name in COMMANDS:
         assert f"\n  python -m trainkit {name} " in out
-    for text in ("python recipes/pretrain.py", "COMMAND --help", "--json", "66"):
+    for text in ("recipe pretrain > train.py", "COMMAND --help", "--json", "66"):
         assert text in out
 
 

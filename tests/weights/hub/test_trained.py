@@ -6,6 +6,7 @@ import pytest
 
 from trainkit import hub
 from trainkit.types import CheckpointError, ConfigError
+from trainkit.weights.hub import trained
 
 RECIPE = """
     import pathlib, sys
@@ -14,34 +15,39 @@ RECIPE = """
     out.mkdir(parents=True)
     print("what it prints")
     (out / "began").write_text(flags["--steps"])
-    sys.exit({code}) if {code} else (out / "final.json").write_text("{{}}")
+    (out / "final.json").write_text("{}")
 """
 
 
-def recipes(folder, code=0):
+@pytest.fixture
+def recipes(tmp_path, monkeypatch):
+    """Return a folder that stands in for the recipes: they end at once, with code 0."""
+    folder = tmp_path / "recipes"
     folder.mkdir()
     for name in ("pretrain", "finetune"):
-        (folder / f"{name}.py").write_text(textwrap.dedent(RECIPE).format(code=code))
+        (folder / f"{name}.py").write_text(textwrap.dedent(RECIPE))
+    monkeypatch.setattr(trained, "find_recipes", lambda: folder)
     return folder
 
 
-def test_a_base_is_trained_once_and_a_pretrained_run_goes_before_it(tmp_path, capfd):
-    place, runs = recipes(tmp_path / "recipes"), tmp_path / "runs"
-    assert hub.ensure_base_run(place, runs=runs) == runs / "base"
+def test_a_base_is_trained_once_and_a_pretrained_run_goes_before_it(recipes, tmp_path, capfd):
+    runs = tmp_path / "runs"
+    assert hub.ensure_base_run(runs=runs) == runs / "base"
     out, err = capfd.readouterr()
     assert (out, "what it prints" in err) == ("", True)  # what is printed is the recipe's alone
-    (place / "pretrain.py").write_text("raise SystemExit(1)")
-    assert hub.ensure_base_run(place, runs=runs) == runs / "base"
+    (recipes / "pretrain.py").write_text("raise SystemExit(1)")
+    assert hub.ensure_base_run(runs=runs) == runs / "base"
     (runs / "pretrain/checkpoints/step_00000007").mkdir(parents=True)
-    assert hub.ensure_base_run(place, runs=runs) == runs / "pretrain"
-    assert hub.ensure_base_run(place, recipe="finetune", runs=runs) == runs / "answers"
+    assert hub.ensure_base_run(runs=runs) == runs / "pretrain"
+    assert hub.ensure_base_run("finetune", runs=runs) == runs / "answers"
     (runs / "finetune/checkpoints/step_00000007").mkdir(parents=True)
-    assert hub.ensure_base_run(place, recipe="finetune", runs=runs) == runs / "finetune"
+    assert hub.ensure_base_run("finetune", runs=runs) == runs / "finetune"
 
 
-def test_a_base_that_was_stopped_ends_the_recipe_with_its_exit_code(tmp_path):
+def test_a_base_that_was_stopped_ends_the_recipe_with_its_exit_code(recipes, tmp_path):
+    (recipes / "pretrain.py").write_text("raise SystemExit(75)")
     with pytest.raises(SystemExit) as end:
-        hub.ensure_base_run(recipes(tmp_path / "recipes", code=75), runs=tmp_path / "runs")
+        hub.ensure_base_run(runs=tmp_path / "runs")
     assert end.value.code == 75
 
 
@@ -51,8 +57,8 @@ def test_one_of_several_processes_trains_no_base(tmp_path, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "29500")
     with pytest.raises(ConfigError, match="no run to start from") as error:
-        hub.ensure_base_run(recipes(tmp_path / "recipes"), runs=tmp_path / "runs")
-    assert "python recipes/pretrain.py" in error.value.hint
+        hub.ensure_base_run(runs=tmp_path / "runs")
+    assert "the recipe pretrain trains one" in error.value.hint
     assert not (tmp_path / "runs").exists()
 
 

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import orjson
 from trainkit.data.concat import ConcatCorpus, concat_corpora
 from trainkit.data.corpus import TokenCorpus
 from trainkit.data.documents import check_columns, check_document
-from trainkit.files import atomic_write, convert_disk_errors
+from trainkit.files import atomic_write, convert_disk_errors, read_version
 from trainkit.text.corpora.tokens import SUFFIX, Check, open_tokens, write_corpus
 from trainkit.text.prepare.chunks import Chunk, describe_document, read_chunk
 from trainkit.text.tokenizers.documents import encode_documents, get_text
@@ -130,17 +129,13 @@ def add_tallies(parts: Collection[Tally]) -> Tally:
 
 def code_version() -> str:
     """Return trainkit's version, and a hash of its code that converts text and messages to ids."""
-    try:
-        version = metadata.version("trainkit-lm")
-    except metadata.PackageNotFoundError:
-        version = "not installed"
     # Ids depend on this code, so a part of other code is made again.
     text = Path(__file__).parents[1]
     files = [*(text / "chat").rglob("*.py"), *(text / "tokenizers").rglob("*.py")]
     digest = hashlib.sha256()
     for file in sorted(files):
         digest.update(hashlib.sha256(file.read_bytes()).digest())
-    return f"{version} {digest.hexdigest()[:16]}"
+    return f"{read_version()} {digest.hexdigest()[:16]}"
 
 
 def make_part_key(settings: Mapping[str, Any], chunk: Chunk) -> dict[str, Any]:

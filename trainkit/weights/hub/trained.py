@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import attrs
 
-from trainkit.files import print_to_stderr
+from trainkit.files import find_recipes, print_to_stderr
 from trainkit.mesh import get_world_size
 from trainkit.models.config import DecoderConfig
 from trainkit.models.decoder_sizes import config_from_facts
@@ -225,10 +225,7 @@ def has_learned_bos(tokenizer: ByteTokenizer | HFTokenizer, facts: Mapping[str, 
 
 
 def ensure_base_run(
-    recipes: Path,
-    *,
-    recipe: Literal["pretrain", "finetune"] = "pretrain",
-    runs: Path = Path("runs"),
+    recipe: Literal["pretrain", "finetune"] = "pretrain", *, runs: Path = Path("runs")
 ) -> Path:
     """Return a run to start from: `runs/pretrain`, or else `runs/base`, trained if necessary.
 
@@ -237,8 +234,7 @@ def ensure_base_run(
     `runs/finetune` and `runs/answers`.
 
     Args:
-        recipes: The folder of `pretrain.py` and `finetune.py`.
-        recipe: The one that trains it.
+        recipe: The recipe that trains it, as trainkit has it.
         runs: The folder of runs.
 
     Raises:
@@ -254,7 +250,7 @@ def ensure_base_run(
         >>> with tempfile.TemporaryDirectory() as name:
         ...     runs = Path(name)
         ...     (runs / "pretrain/checkpoints/step_00000001").mkdir(parents=True)
-        ...     ensure_base_run(Path("recipes"), runs=runs) == runs / "pretrain"
+        ...     ensure_base_run(runs=runs) == runs / "pretrain"
         True
     """
     folder, steps, description = _BASES[recipe]
@@ -269,12 +265,12 @@ def ensure_base_run(
     if get_world_size() > 1:
         raise ConfigError(
             f"ensure_base_run: there is no run to start from, neither {run} nor {base}",
-            hint=f"python recipes/{recipe}.py trains one; or name a run or a Hugging Face folder",
+            hint=f"the recipe {recipe} trains one; or name a run or a Hugging Face folder",
         )
     print_to_stderr(f"training {description} first, into {base}: about a minute")
     # The schedule ends with the run, and no time goes into evaluations.
     flags = ("--steps", steps, "--schedule-steps", steps, "--eval-every", "0")
-    command = [sys.executable, str(recipes / f"{recipe}.py"), "--out", str(base), *flags]
+    command = [sys.executable, str(find_recipes() / f"{recipe}.py"), "--out", str(base), *flags]
     # In another process: a recipe sets numerics, signals and process groups of its own. Its output
     # goes to stderr, since this process may print results on stdout.
     done = subprocess.run(command, stdout=2, check=False)  # noqa: S603 -- our own recipe
