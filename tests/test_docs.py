@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from PIL import Image
 
 import trainkit
 import trainkit.__main__ as command_line
@@ -96,6 +97,14 @@ def test_a_page_that_shows_what_it_does_not_print_is_found():
         run_page(page, "page.md")
 
 
+def load_script(path):
+    """Return a script of the pages as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 # ------------------------------------------------------------------------------------ commands
 
 
@@ -104,9 +113,7 @@ def flags_of(script):
     """Return the flags of a recipe, from its Config; of another script, from its text."""
     if script.parent.name != "recipes":
         return set(re.findall(r"--[\w-]+", script.read_text()))
-    spec = importlib.util.spec_from_file_location(f"recipe_{script.stem}", script)
-    recipe = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(recipe)
+    recipe = load_script(script)
     return {"--help", *map(config._format_flag, config._list_fields(recipe.Config))}
 
 
@@ -176,6 +183,17 @@ def test_the_readme_has_the_two_lines_as_they_are():
     assert blocks_of((ROOT / "README.md").read_text())[0][1] == FIRST_LINES
 
 
+def test_the_readme_is_read_in_a_few_minutes():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+@pytest.mark.parametrize("name", ["certificate.png", "certificate-dark.png"])
+def test_the_picture_of_the_certificate_has_the_numbers_of_its_page(name):
+    script = load_script(DOCS / "pictures" / "certificate.py")
+    with Image.open(DOCS / "pictures" / name) as picture:
+        assert picture.info["Description"] == script.hash_numbers(*script.read_numbers())
+
+
 def test_the_map_names_every_page():
     linked = {(DOCS / link).resolve() for link in LINK.findall((DOCS / "index.md").read_text())}
     assert {p for p in WRITTEN[1:] if p.name != "index.md"} <= linked
@@ -192,10 +210,7 @@ def test_nobody_is_told_to_install_another_project(path):
 @pytest.fixture(scope="module")
 def reference():
     """Return the script that builds the reference, as a module."""
-    spec = importlib.util.spec_from_file_location("build_reference", DOCS / "build_reference.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(DOCS / "build_reference.py")
 
 
 @pytest.fixture(scope="module")
