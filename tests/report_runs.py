@@ -416,8 +416,9 @@ def healthy(
             "event": "straggler",
             "step": bad["step"] + 700,
             "rank": 7,
-            "seconds": 0.61,
-            "median": 0.41,
+            "busy": 0.98,
+            "others": 0.31,
+            "what": "watch: rank 7 (process 21130 on node7) is slower than the others",
         }
     )
     events.sort(key=lambda event: event["time"])

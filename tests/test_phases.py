@@ -1,6 +1,7 @@
 """Seconds by phase: they do not overlap, they add up, and without a recorder nothing happens."""
 
 import itertools
+import threading
 import time
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 
 from trainkit import clip_and_step, forward_backward, sync_sp_grads
 from trainkit.mesh import solo_parallel
-from trainkit.phases import PhaseTimes, as_phase, measure_phase, record_phases
+from trainkit.phases import PhaseTimes, as_phase, measure_phase, measure_wait, record_phases
 
 
 @pytest.fixture(name="clock")
@@ -29,6 +30,22 @@ def test_an_inner_phase_does_not_count_for_the_outer_one(clock):
                 pass
         assert times.read() == {"other": 2.0, "log": 3.0, "forward": 2.0}
         assert times.read() == {"other": 1.0}  # since the last time
+
+
+def test_a_wait_counts_between_phases_and_on_the_measured_thread_alone():
+    def wait():
+        with measure_wait():
+            pass
+
+    with record_phases() as times:
+        with measure_phase("reduce"):
+            wait()
+        other = threading.Thread(target=wait)
+        other.start()
+        other.join()
+        assert sorted(times.read()) == ["other", "reduce"]
+        wait()
+        assert sorted(times.read()) == ["other", "wait"]
 
 
 def test_an_error_leaves_its_phases(clock):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import orjson
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.noise import make_key, mix_bits_tensor, round_bf16_stochastic, to_int64
+from trainkit.phases import measure_wait
 from trainkit.types import Axis, PeerError, TrainkitError, format_error
 
 
@@ -76,8 +78,14 @@ def _all_reduce(x: Tensor, axis: Axis, op: Any) -> Tensor:
     if axis.count == 1:
         return x
     out = x.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, op=op, group=axis.group)
+    with _measure_wait():
+        dist.all_reduce(out, op=op, group=axis.group)
     return out
+
+
+def _measure_wait() -> AbstractContextManager[None]:
+    # Compiled code cannot read a clock.
+    return nullcontext() if torch.compiler.is_compiling() else measure_wait()
 
 
 def start_all_reduce(
@@ -118,7 +126,8 @@ def start_all_reduce(
 
     def wait() -> Tensor:
         if work is not None:  # None on a rank outside the group
-            work.wait()
+            with measure_wait():
+                work.wait()
         return out
 
     return wait
@@ -198,7 +207,8 @@ def broadcast(x: Tensor, axis: Axis, *, source: int = 0) -> Tensor:
     if axis.count == 1:
         return x
     out = x.detach().clone(memory_format=torch.contiguous_format)
-    dist.broadcast(out, group=axis.group, group_src=source)
+    with measure_wait():
+        dist.broadcast(out, group=axis.group, group_src=source)
     return out
 
 
@@ -284,7 +294,8 @@ def all_gather_objects(value: Any, axis: Axis) -> list[Any]:
         return [orjson.loads(text)]
     device = get_comm_device(axis)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(axis.count)]
-    dist.all_gather(sizes, torch.tensor([len(text)], device=device), group=axis.group)
+    with measure_wait():
+        dist.all_gather(sizes, torch.tensor([len(text)], device=device), group=axis.group)
     longest = max(int(size) for size in sizes)
     padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(device)
     texts = [torch.empty_like(padded) for _ in range(axis.count)]

@@ -7,6 +7,7 @@ Without a recorder a phase costs a fifth of a microsecond, so that functions sta
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,6 +37,7 @@ class PhaseTimes:
     _seconds: dict[str, float] = attrs.field(factory=dict)
     _phases: list[str] = attrs.field(factory=lambda: [OTHER])  # from the outermost to the current
     _since: float = attrs.field(init=False)
+    _thread: int = attrs.field(factory=threading.get_ident)
 
     def __attrs_post_init__(self) -> None:
         self._since = time.perf_counter()
@@ -68,6 +70,10 @@ class PhaseTimes:
             self.mark(None)
         self._add()
         self._phases.pop()
+
+    def is_between_phases(self) -> bool:
+        """Return whether this thread is the one that is measured, and in no named phase."""
+        return len(self._phases) == 1 and threading.get_ident() == self._thread
 
     def _add(self) -> None:
         now = time.perf_counter()
@@ -112,6 +118,27 @@ def measure_phase(name: str) -> AbstractContextManager[None]:
         ['evaluate', 'forward', 'other']
     """
     return _NOTHING if _recorder is None else _Phase(_recorder, name)
+
+
+def measure_wait() -> AbstractContextManager[None]:
+    """Count the seconds of a collective for "wait" where no phase is named, and nothing elsewhere.
+
+    Ranks meet in the first collective of a step: whoever is early waits there for the others. In a
+    phase, as "reduce", collectives are a part of it. Unlike `measure_phase`, any thread may call
+    it.
+
+    Examples:
+        >>> with record_phases() as times:
+        ...     with measure_wait():
+        ...         pass
+        ...     with measure_phase("reduce"), measure_wait():
+        ...         pass
+        >>> sorted(times.read())
+        ['other', 'reduce', 'wait']
+    """
+    if _recorder is None or not _recorder.is_between_phases():
+        return _NOTHING
+    return _Phase(_recorder, "wait")
 
 
 def as_phase(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:

@@ -240,10 +240,13 @@ def test_what_the_watch_warned_of_becomes_an_event(tmp_path):
     with open_run(tmp_path, timeouts=TIMEOUTS) as run:
         state = run.resume(model, optimizer)
         with run.loop(state, model, optimizer, steps=9, replay=None) as loop:
-            run.notices.append("watch: rank 1 is slower than the others")
+            run.notices.append(("warning", {"what": "watch: the run directory was removed"}))
+            run.notices.append(("straggler", {"rank": 1, "busy": 0.9, "others": 0.2}))
             loop.record(attrs.evolve(state, step=1), metrics, StepBatch([], Cursor(1)))
     [event] = events(tmp_path, "warning")
-    assert (event["step"], event["what"]) == (1, "watch: rank 1 is slower than the others")
+    assert (event["step"], event["what"]) == (1, "watch: the run directory was removed")
+    [event] = events(tmp_path, "straggler")
+    assert (event["step"], event["rank"], event["busy"], event["others"]) == (1, 1, 0.9, 0.2)
 
 
 def diverge(folder, on_divergence, losses):

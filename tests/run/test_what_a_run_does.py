@@ -38,6 +38,12 @@ def list_documented(heading):
     return {name for row in table.splitlines()[2:] for name in NAME.findall(row.split("|")[1])}
 
 
+def list_row(event):
+    """Return the row of an event in the page's tables, with `step`, which most events have."""
+    [row] = [x for x in PAGE.read_text().splitlines() if x.startswith(f"| `{event}` |")]
+    return f"{row} `step`"
+
+
 def test_the_page_explains_every_field_of_a_run(ground, tmp_path):
     flags = "--save-every 3 --eval-every 3 --layers-every 2 --peak-flops 1e11 --profile 3:4"
     flags += " --compute fp16"
@@ -78,6 +84,24 @@ def test_the_phases_of_a_step_name_a_slow_loader(ground, tmp_path):
     growth = {name: mean_of(after, name) - mean_of(before, name) for name in phases}
     assert max(growth, key=growth.get) == "seconds/data"
     assert growth.pop("seconds/data") > 3 * max(growth.values())
+
+
+@pytest.mark.case("R7")
+def test_the_wait_for_a_slow_rank_has_a_phase_and_the_rank_an_event(ground, tmp_path):
+    fault = ["slow_batches", {"start": 5, "seconds": 0.5, "rank": 1}]
+    # The watch judges after half a minute of samples at most, and here after 5 s of them.
+    harness.complete(ground, tmp_path, "--save-every", 1000, ranks=2, steps=45, faults=[fault])
+    lines = harness.lines(tmp_path)
+    before, after = lines[1:4], lines[9:]
+
+    assert mean_of(after, "seconds/wait") > 0.6 * mean_of(after, "seconds")
+    assert mean_of(after, "seconds/wait") > 3 * mean_of(before, "seconds/wait")
+    assert mean_of(after, "seconds/other") < 0.1 * mean_of(after, "seconds")
+    [event] = [x for x in read_jsonl(tmp_path / "events.jsonl") if x["event"] == "straggler"]
+    assert event["rank"] == 1
+    assert event["busy"] > 3 * event["others"]
+    assert "watch: rank 1 (process" in event["what"]
+    assert event.keys() <= {"time", "event"} | set(NAME.findall(list_row("straggler")))
 
 
 # -------------------------------------------------------------------------------------- it diverges

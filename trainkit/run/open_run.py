@@ -58,6 +58,7 @@ from trainkit.run.intervals import IntervalClock
 from trainkit.run.inventory import RankReadings, gather_inventory, measure_startup
 from trainkit.run.lock import lock_run
 from trainkit.run.log import make_logger, print_warning
+from trainkit.run.peers import Straggler
 from trainkit.run.plots.load import plot_expert_load
 from trainkit.run.plots.loss import plot_loss
 from trainkit.run.reproducible import set_numerics
@@ -181,12 +182,16 @@ def open_run(
     # The saves count what they have written here, and the watch reads it.
     progress = SaveProgress()
     mailbox = Mailbox(folder)
-    notices: deque[str] = deque()
+    notices: deque[tuple[str, Mapping[str, Any]]] = deque()
 
     def warn(message: str) -> None:
         # On the thread of the watch, which must not wait for a disk: the loop makes the events.
         print_to_stderr(message)
-        notices.append(message)
+        notices.append(("warning", {"what": message}))
+
+    def warn_of_straggler(found: Straggler) -> None:
+        print_to_stderr(found.what)
+        notices.append(("straggler", attrs.asdict(found)))
 
     started = measure_startup()
     if numerics is not None:
@@ -217,6 +222,7 @@ def open_run(
                 renew_lock=renew_lock,
                 count_written=lambda: progress.parts,
                 log=warn,
+                report_straggler=warn_of_straggler,
             ) as phase,
             open_step_vote(stop_reason, ps.world, take_requests=mailbox.take) as vote,
         ):
@@ -302,8 +308,9 @@ class Run:
     hardware_flops_per_token: float | None = None
     """The same with the operations that recomputation repeats, for the metric `hfu`."""
 
-    notices: deque[str] = attrs.field(factory=deque)
-    """What the watch warned of, as of a slow rank, and no event has yet."""
+    notices: deque[tuple[str, Mapping[str, Any]]] = attrs.field(factory=deque)
+    """Events that the watch has seen, as a slow rank, and that are not written yet: the name and
+    the facts of each."""
 
     times: PhaseTimes = attrs.field(factory=PhaseTimes)
     """Seconds by phase, since they were read last."""
@@ -811,7 +818,8 @@ class Loop:
         if is_read:  # not before: where ranks talk through the device, reading waits for it
             self._report_signs(state.step)
         while run.notices:
-            self._write_event("warning", step=state.step, what=run.notices.popleft())
+            name, facts = run.notices.popleft()
+            self._write_event(name, step=state.step, **facts)
         if is_first:
             peaks = self._readings.read_peaks()
             self._write_event("memory", step=state.step, memory_peak=peaks)

@@ -370,6 +370,24 @@ def is_at_fault(sighting: Sighting, *, near: bool) -> bool:
     return ended or is_silent(sighting, near=near)
 
 
+@attrs.frozen
+class Straggler:
+    """A rank that the others wait for.
+
+    Attributes:
+        rank: Its number.
+        busy: The share of its time outside of collectives, 0 to 1.
+        others: The median of that share over the other ranks. Each of them does the work of a step
+            in `others` / `busy` of the time that this rank takes.
+        what: A sentence for people.
+    """
+
+    rank: int
+    busy: float
+    others: float
+    what: str
+
+
 def find_stragglers(busy: Mapping[int, float]) -> list[int]:
     """Return the ranks that the others wait for: those at least three times as busy as the median.
 

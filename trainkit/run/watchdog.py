@@ -18,6 +18,7 @@ import faulthandler
 import io
 import os
 import secrets
+import statistics
 import sys
 import threading
 import time
@@ -118,6 +119,7 @@ class _Options:
     renew_lock: Callable[[], None]
     count_written: Callable[[], int] | None
     log: Log
+    report_straggler: Callable[[peers.Straggler], object]
     is_there: Callable[[], bool]
 
 
@@ -198,6 +200,7 @@ def watch_ranks(
     renew_lock: Callable[[], None] = lambda: None,
     count_written: Callable[[], int] | None = None,
     log: Log = print_to_stderr,
+    report_straggler: Callable[[peers.Straggler], object] | None = None,
 ) -> Iterator[Announce]:
     """Watch over the ranks of a run: end all when one dies or hangs, and name it and its place.
 
@@ -230,6 +233,8 @@ def watch_ranks(
             hangs if no rank has written one for 10 s, and for twice the longest pause of a save
             that went on. None: no save is taken to hang.
         log: Receives warnings, in the watching thread; by default they go to stderr.
+        report_straggler: Receives each rank that others wait for, once, on rank 0 and in the
+            watching thread; by default `log` receives its sentence.
 
     Yields:
         `phase(name, allow=seconds)`: announces what this rank does next, and how long it may take,
@@ -262,6 +267,7 @@ def watch_ranks(
             renew_lock=renew_lock,
             count_written=count_written,
             log=log,
+            report_straggler=report_straggler or (lambda found: log(found.what)),
             is_there=is_there,
         )
         rank = _make_watch(team, options, allow=allow)
@@ -477,11 +483,13 @@ def _warn_of_stragglers(rank: _Watch) -> None:
         looks = rank.others.slow.get(number, 0) + 1 if number in found else 0
         rank.others.slow[number] = looks
         if looks == _LOOKS and rank.warnings.is_first(f"rank {number} is slow"):
-            rank.options.log(
+            what = (
                 f"watch: {peers.format_member(rank.team.members[number])} is slower than the "
                 f"others, which spend up to {1 - min(busy.values()):.0%} of their time waiting; "
                 f"it is {peers.describe_beat(beats[number])}"
             )
+            others = statistics.median_high(busy[x] for x in busy if x != number)
+            rank.options.report_straggler(peers.Straggler(number, busy[number], others, what))
 
 
 def _check_directory(rank: _Watch) -> None:

@@ -162,7 +162,7 @@ def test_events_are_in_words(tmp_path):
     assert by_kind["save"] == "step_00000400 · seconds 11.8 · blocked 0.4"
     control = "save · a checkpoint is saved after this step · by ada · ranks 16 · verdict done"
     assert by_kind["control"] == control
-    assert by_kind["straggler"] == "rank 7 · seconds 0.61 · median 0.41"
+    assert by_kind["straggler"] == ("rank 7 works 98% of the time, the others 31%, and wait for it")
 
 
 def test_what_is_measured_before_the_first_step_stands_at_the_start(tmp_path):

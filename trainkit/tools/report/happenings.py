@@ -105,6 +105,12 @@ def _name_event(event: Line, ranks: Any) -> tuple[str, str]:
         return name, f"at most {peak / 2**30:.2f} GiB, on rank {peaks.index(peak)}" if peaks else ""
     if name == "save" and event.get("error"):
         return "save failed", str(event["error"])
+    if name == "straggler":
+        busy, others = to_number(event.get("busy")), to_number(event.get("others"))
+        return name, (
+            f"rank {event.get('rank')} works {busy:.0%} of the time, the others {others:.0%}, and "
+            "wait for it"
+        )
     return _KINDS.get(name, name), _describe_facts(event)
 
 

@@ -78,9 +78,10 @@ function buildCurves() {
   if (loss) addLane(loss);
 }
 
-// In the order of a step. `device` is where the host waits for what it has queued there.
+// In the order of a step. `wait` is for other ranks, between the phases. `device` is where the host waits for what it has queued there.
 const PHASES = {
   data: "c5",
+  wait: "warn",
   forward: "c6",
   backward: "c0",
   reduce: "c1",
