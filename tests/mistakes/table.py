@@ -169,7 +169,14 @@ MISTAKES = [
             "tests/test_metrics.py",
         ),
         (
-            "metrics/steps.py",
+            "metrics/flops.py",
+            "a frozen matrix has a gradient of its own",
+            "first < matrix.place) + matrix.is_trained",
+            "first < matrix.place) + 1",
+            "tests/metrics/test_flops.py",
+        ),
+        (
+            "metrics/flops.py",
             "the FLOPs of causal attention are those of the full one",
             "keys * (2 * tokens - keys + 1) / 2",
             "keys * (2 * tokens - keys + 1)",
@@ -2019,7 +2026,7 @@ MISTAKES = [
             "tests/test_metrics.py",
         ),
         (
-            "metrics/steps.py",
+            "metrics/flops.py",
             "recomputation repeats what was saved",
             'attention * ("attention" not in saved.every)',
             "attention",

@@ -19,7 +19,7 @@ from trainkit import health
 from trainkit.data import PackedCorpus, make_corpus
 from trainkit.mesh import solo_parallel
 from trainkit.metrics import decoder_flops, recomputed_flops
-from trainkit.models import make_decoder_config
+from trainkit.models import build_decoder, make_decoder_config
 from trainkit.packing import pack_bins
 from trainkit.parallel import recompute
 from trainkit.phases import measure_phase
@@ -164,9 +164,9 @@ def test_without_keep_best_evaluations_save_nothing(tmp_path):
 
 
 def record_step(folder, rows, *, peak_flops=None, frozen=False, recomputed="none"):
-    """Train one step of 4 tokens, as if by a decoder; return its line of metrics.jsonl."""
-    model = torch.nn.ModuleList([torch.nn.Linear(1, 1)]).requires_grad_(not frozen)
-    recompute(recomputed, blocks="*")(model, solo_parallel())
+    """Record one step of 4 tokens, as if trained; return its line of metrics.jsonl."""
+    model = build_decoder(make_decoder_config("tiny"), seed=0).requires_grad_(not frozen)
+    recompute(recomputed)(model, solo_parallel())
     optimizer = torch.optim.SGD(model.parameters())
     logging = LoggingOptions(peak_flops=peak_flops)
     with open_run(folder, timeouts=TIMEOUTS) as run:
@@ -191,7 +191,9 @@ def test_a_step_has_the_share_of_the_peak_that_its_model_flops_are(tmp_path):
     assert "hfu" not in by_cost
     assert "mfu" not in record_step(tmp_path / "unknown peak", rows)
     assert "mfu" not in record_step(tmp_path / "unknown rows", None, peak_flops=1e9)
-    assert "mfu" not in record_step(tmp_path / "frozen", rows, peak_flops=1e9, frozen=True)
+    frozen = record_step(tmp_path / "frozen", rows, peak_flops=1e9, frozen=True)
+    forward = decoder_flops(make_decoder_config("tiny"), [3, 1], trained={})
+    assert frozen["mfu"] * frozen["seconds"] * 1e9 == pytest.approx(forward)
 
 
 def test_an_unknown_peak_is_named_once(tmp_path, capsys):

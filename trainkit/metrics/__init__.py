@@ -16,6 +16,13 @@ from trainkit.metrics.experts import (
     expert_load_ratio,
     make_expert_load_metrics,
 )
+from trainkit.metrics.flops import (
+    decoder_flops,
+    model_flops,
+    model_flops_utilization,
+    peak_flops,
+    recomputed_flops,
+)
 from trainkit.metrics.means import (
     loss_to_perplexity,
     make_ema,
@@ -37,15 +44,10 @@ from trainkit.metrics.records import (
 from trainkit.metrics.reduce import reduce_metrics
 from trainkit.metrics.steps import (
     advance,
-    decoder_flops,
     estimate_gradient_noise,
     make_step_record,
     make_step_records,
-    model_flops,
-    model_flops_utilization,
-    peak_flops,
     read_memory_stats,
-    recomputed_flops,
     to_host,
     tokens_per_second,
 )

@@ -1,20 +1,16 @@
-"""The record of a step: numbers on the host, memory, throughput and FLOPs.
+"""The record of a step: numbers on the host, memory and throughput.
 
-The host reads all metrics of a step at once (`to_host`). Model FLOPs follow from the lengths of
-documents, because a packed row costs less attention than one document of its length.
+The host reads all metrics of a step at once (`to_host`).
 """
 
 from __future__ import annotations
 
-import math
-import re
 import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import numpy as np
@@ -25,12 +21,9 @@ from trainkit.batch import batch_hash, count_documents, count_tokens
 from trainkit.collectives import all_sum
 from trainkit.health import update_loss_scale
 from trainkit.metrics.means import loss_to_perplexity
-from trainkit.models.config import DecoderConfig
 from trainkit.noise.hashing import MASK64
-from trainkit.parallel.recompute import read_mode
-from trainkit.parallel.split import decoder_costs
 from trainkit.phases import measure_phase
-from trainkit.types import Axis, DelayedMetrics, IntArray, StepBatch, TrainState
+from trainkit.types import Axis, DelayedMetrics, StepBatch, TrainState
 
 
 def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, Any]:
@@ -319,204 +312,3 @@ def tokens_per_second(tokens: float, seconds: float) -> float:
         2000.0
     """
     return tokens / seconds if seconds > 0 else 0.0
-
-
-def model_flops(
-    *,
-    linear_parameters: int,
-    layers: float,
-    heads: int,
-    head_dim: float,
-    lengths: Sequence[int] | IntArray,
-    attention: Literal["causal", "full"] = "causal",
-    window: int | None = None,
-) -> float:
-    """Return the floating-point operations of forward and backward over documents of these lengths.
-
-    A multiplication and an addition are two operations, and backward takes twice what forward does:
-    6 for each token and parameter of a matrix it is multiplied with, and in each layer and head 12
-    * head_dim for each pair of a query and a key. Recomputation is not counted: these are the
-    model's operations, not the hardware's.
-
-    Two conventions count the pairs of a document of s tokens. "causal" counts those that a causal
-    model looks at, s (s + 1) / 2. "full" counts all s^2, as the PaLM paper and many tables do
-    (Chowdhery et al. 2022, appendix B); it shows a higher utilisation for the same speed. Say which
-    one you print.
-
-    Args:
-        linear_parameters: Parameters of the matrices that each token is multiplied with: the output
-            head counts, the embedding lookup does not, and of experts only those of a token.
-        layers: The number of attention layers.
-        heads: Query heads of a layer.
-        head_dim: The width of a head, the mean of keys and values.
-        lengths: Tokens of each document.
-        attention: The convention.
-        window: The maximum number of keys of a query; "full" counts that many for each.
-
-    Raises:
-        ValueError: `attention` is neither.
-
-    Examples:
-        >>> from functools import partial
-        >>> flops = partial(model_flops, linear_parameters=1000, layers=2, heads=4, head_dim=8)
-        >>> flops(lengths=[10, 20])
-        383520.0
-        >>> flops(lengths=[10, 20], attention="full")
-        564000.0
-        >>> flops(lengths=[30], attention="full")  # one document costs more than two
-        871200.0
-        >>> flops(lengths=[10, 20], window=1)  # each query attends to itself only
-        203040.0
-    """
-    if attention not in ("causal", "full"):
-        raise ValueError(f'model_flops: attention must be "causal" or "full", got {attention!r}')
-    tokens = np.asarray(lengths, dtype=np.float64)
-    keys = tokens if window is None else np.minimum(tokens, window)
-    # With a window w query i sees min(i, w) keys: w (2 s - w + 1) / 2 pairs of s tokens.
-    pairs = tokens * keys if attention == "full" else keys * (2 * tokens - keys + 1) / 2
-    linear = 6.0 * linear_parameters * float(tokens.sum())
-    return linear + 12.0 * layers * heads * head_dim * float(pairs.sum())
-
-
-def decoder_flops(config: DecoderConfig, lengths: Sequence[int] | IntArray) -> float:
-    """Return the floating-point operations of forward and backward of a decoder over documents.
-
-    As `model_flops` with the "causal" convention: of experts only those of a token count, and
-    layers with a sliding window have fewer pairs. All parameters are trained.
-
-    Args:
-        config: The architecture.
-        lengths: Tokens of each document.
-
-    Examples:
-        >>> from trainkit.models import make_decoder_config
-        >>> decoder_flops(make_decoder_config("tiny"), [256]) / 256
-        6116352.0
-    """
-    blocks, _, head = decoder_costs(config)
-    attention = partial(
-        model_flops,
-        heads=config.heads,
-        head_dim=(config.head_size + config.value_size) / 2,
-        lengths=lengths,
-    )
-    # Sliding layers differ in their pairs alone, so the first call has all matrices.
-    sliding = len(config.sliding_layers)
-    window = None if config.sliding is None else config.sliding.window
-    return attention(
-        linear_parameters=int(sum(blocks) + head), layers=config.layers - sliding
-    ) + attention(linear_parameters=0, layers=sliding, window=window)
-
-
-def recomputed_flops(
-    config: DecoderConfig, lengths: Sequence[int] | IntArray, mode: str
-) -> float | None:
-    """Return the operations of a decoder's forward pass that a mode of recomputation repeats.
-
-    Added to `decoder_flops`, they give the operations of the hardware, for the hardware FLOPs
-    utilization (HFU).
-
-    Args:
-        config: The architecture.
-        lengths: Tokens of each document.
-        mode: The mode of `parallel.recompute`.
-
-    Returns:
-        The operations; None for a fraction such as "0.4", whose choice depends on the device.
-
-    Examples:
-        >>> from trainkit.models import make_decoder_config
-        >>> tiny = make_decoder_config("tiny")
-        >>> recomputed_flops(tiny, [256], "none"), recomputed_flops(tiny, [256], "selective")
-        (0.0, 0.0)
-        >>> recomputed_flops(tiny, [256], "full") / decoder_flops(tiny, [256])
-        0.32...
-    """
-    saved = read_mode(mode)
-    if saved is None:
-        return 0.0
-    if saved.budget is not None:
-        return None
-    blocks, _, head = decoder_costs(config)
-    products = 2.0 * float(sum(blocks)) * float(np.sum(lengths))
-    attention = decoder_flops(config, lengths) / 3 - products - 2.0 * head * float(np.sum(lengths))
-    # "products/2" saves every second product of a block: about half of the operations.
-    every = saved.every.get("products")
-    repeated = products * (1.0 if every is None else 1 - 1 / every)
-    return repeated + attention * ("attention" not in saved.every)
-
-
-def model_flops_utilization(
-    flops: float, seconds: float, *, peak: float, devices: int = 1
-) -> float:
-    """Return the model FLOPs utilization: the fraction of the devices' peak.
-
-    Args:
-        flops: Operations on all devices, from `model_flops`, in the same convention.
-        seconds: The time in seconds.
-        peak: Operations per second of one device, as from `peak_flops`.
-        devices: The number of devices.
-
-    Raises:
-        ValueError: Seconds, peak or devices are not positive.
-
-    Examples:
-        >>> model_flops_utilization(4e14, 2.0, peak=1e15, devices=1)
-        0.2
-    """
-    capacity = seconds * peak * devices
-    if not (math.isfinite(capacity) and seconds > 0 and peak > 0 and devices > 0):
-        raise ValueError(
-            "model_flops_utilization: seconds, peak and devices must be positive and finite, got "
-            f"{seconds}, {peak} and {devices}"
-        )
-    return flops / capacity
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Return the dense bf16 operations per second, with fp32 accumulation, of a known device.
-
-    Numbers are from the vendors' data sheets, without structured sparsity, at full power. The most
-    specific name counts: an "H100 PCIe" is not an "H100". MIG slices and laptop GPUs are unknown.
-
-    Args:
-        device_name: The name from `torch.cuda.get_device_name()`.
-
-    Returns:
-        Operations per second of one device, or None for an unknown one.
-
-    Examples:
-        >>> peak_flops("NVIDIA H100 PCIe")
-        756000000000000.0
-        >>> peak_flops("NVIDIA H100 80GB HBM3")
-        989000000000000.0
-        >>> peak_flops("abacus") is None
-        True
-    """
-    table = {
-        "A10": 125e12,
-        "A100": 312e12,
-        "A800": 312e12,
-        "L4": 121e12,
-        "L40": 181e12,
-        "L40S": 362e12,
-        "H20": 148e12,
-        "H100": 989e12,
-        "H100 NVL": 835e12,
-        "H100 PCIe": 756e12,
-        "H800": 989e12,
-        "H200": 989e12,
-        "H200 NVL": 835e12,
-        "GH200": 989e12,
-        "B200": 2250e12,
-        "GB200": 2500e12,
-        "RTX 3090": 71e12,
-        "RTX 4090": 165e12,
-        "MI300X": 1307e12,
-        "MI325X": 1307e12,
-    }
-    matches = [key for key in table if re.search(rf"\b{key}\b", device_name)]
-    if not matches or re.search(r"\bMIG\b|Laptop", device_name):
-        return None
-    # "H100 PCIe" matches "H100" as well: the longer name is the more specific one.
-    return table[max(matches, key=len)]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from trainkit import health
-from trainkit.collectives import run_on_all_ranks
+from trainkit.collectives import all_gather_objects, run_on_all_ranks
 from trainkit.data.concat import fingerprint
 from trainkit.data.packed import make_data_facts
 from trainkit.files import atomic_write, format_toml, print_to_stderr
@@ -42,7 +42,7 @@ from trainkit.metrics.steps import is_loss_per_token
 from trainkit.models.config import DecoderConfig
 from trainkit.optim.combine import use_averaged_parameters
 from trainkit.parallel.describe_run import describe_run
-from trainkit.parallel.parameters import modules_of
+from trainkit.parallel.parameters import get_named_parameters, is_tied_copy, modules_of
 from trainkit.parallel.recompute import get_recompute_mode
 from trainkit.parallel.stage_ranks import attach_axes
 from trainkit.phases import PhaseTimes, as_phase, measure_phase, record_phases
@@ -80,6 +80,7 @@ from trainkit.schedules import Interval, is_due, parse_interval
 from trainkit.text.chat import template_hash
 from trainkit.text.tokenizers import tokenizer_hash
 from trainkit.types import (
+    Axis,
     Bins,
     ForwardBackward,
     Layout,
@@ -437,7 +438,7 @@ class Run:
         self.log("\n".join(self.resume_messages) or "starting from scratch")
         self._write_config()
         self.flops_per_token, self.hardware_flops_per_token = _count_flops_per_token(
-            model, rows, stages
+            model, rows, stages, pp=self.ps.pp
         )
         return state
 
@@ -1123,17 +1124,18 @@ class Loop:
 
 
 def _count_flops_per_token(
-    model: Any, rows: PackedCorpus | None, stages: Sequence[nn.Module]
+    model: Any, rows: PackedCorpus | None, stages: Sequence[nn.Module], *, pp: Axis
 ) -> tuple[float | None, float | None]:
     """Return the model's operations for a token and the hardware's, None where unknown."""
-    # With frozen parameters the backward pass costs less than the formula says.
-    is_trained = all(p.requires_grad for stage in stages for p in stage.parameters())
-    if rows is None or not isinstance(model, DecoderConfig) or not is_trained:
+    if rows is None or not isinstance(model, DecoderConfig):
         return None, None
+    parameters = get_named_parameters(stages).items()
+    own = [[x, [*p.shape]] for x, p in parameters if p.requires_grad and not is_tied_copy(p)]
+    trained = {name: shape for part in all_gather_objects(own, pp) for name, shape in part}
     lengths = rows.bins.lengths
     tokens = max(int(lengths.sum()), 1)
-    flops = decoder_flops(model, lengths)
-    repeated = recomputed_flops(model, lengths, get_recompute_mode(stages))
+    flops = decoder_flops(model, lengths, trained=trained)
+    repeated = recomputed_flops(model, lengths, get_recompute_mode(stages), trained=trained)
     return flops / tokens, None if repeated is None else (flops + repeated) / tokens
 
 
