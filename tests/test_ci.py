@@ -2,8 +2,10 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -29,7 +31,9 @@ def call(script, *arguments):
     return process.returncode, output
 
 
-@pytest.mark.parametrize("script", ["run", "accelerator", "browser", "compat"])
+@pytest.mark.parametrize(
+    "script", ["run", "accelerator", "browser", "compat", "package", "release"]
+)
 def test_help_explains_and_does_nothing_else(script):
     code, output = call(script, "--help")
     assert code == 0
@@ -39,4 +43,107 @@ def test_help_explains_and_does_nothing_else(script):
 
 def test_an_argument_that_is_unknown_is_refused():
     code, output = call("run", "--fast")
+
     assert (code, output.splitlines()[-1]) == (64, ".ci/run: takes no arguments, got: --fast")
+
+
+@pytest.mark.parametrize("script", ["package", "release"])
+def test_an_argument_that_is_missing_is_asked_for(script):
+    code, output = call(script)
+    assert code == 64
+    assert "got: nothing" in output.splitlines()[-1]
+
+
+CHANGES = "# Changes\n\n## Unreleased\n\n- a thing\n\n## 0.1.0 (2026-01-01)\n\n- another\n"
+CITATION = "title: x\nversion: 0.1.0\ndate-released: 2026-01-01\n"
+PACKAGE = """\
+#!/usr/bin/env bash
+set -e
+mkdir "$1"
+cd "$(dirname "$0")/.."
+version=$(git describe --tags)
+touch "$1/trainkit_lm-${version#v}-py3-none-any.whl" "$1/trainkit_lm-${version#v}.tar.gz"
+"""
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """Return a repository with the script of releases; what packs it is replaced."""
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    root = tmp_path / "repository"
+    (root / ".ci").mkdir(parents=True)
+    shutil.copy(SCRIPTS / "release", root / ".ci")
+    files = {".ci/package": PACKAGE, "CHANGELOG.md": CHANGES, "CITATION.cff": CITATION}
+    for name, text in (files | {".gitignore": "/dist/\n"}).items():
+        (root / name).write_text(text)
+    (root / ".ci/package").chmod(0o755)
+    git(root, "init", "--quiet")
+    git(root, "config", "user.name", "someone")
+    git(root, "config", "user.email", "someone@localhost")
+    git(root, "add", "--all")
+    git(root, "commit", "--quiet", "--message", "all")
+    return root
+
+
+def git(root, *arguments):
+    return subprocess.run(
+        ["git", *arguments], cwd=root, check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def test_a_release_is_a_section_a_tag_and_two_files(repository):
+    code, output = call(repository / ".ci/release", "0.2.0")
+    assert code == 0, output
+    today = f"{datetime.now(UTC):%Y-%m-%d}"
+    changes = (repository / "CHANGELOG.md").read_text()
+    assert f"## Unreleased\n\n## 0.2.0 ({today})\n\n- a thing\n\n## 0.1.0" in changes
+    citation = (repository / "CITATION.cff").read_text()
+    assert citation == f"title: x\nversion: 0.2.0\ndate-released: {today}\n"
+    assert git(repository, "describe", "--tags") == "v0.2.0"
+    assert git(repository, "log", "-1", "--format=%s %an") == "Release 0.2.0 someone"
+    assert git(repository, "status", "--porcelain") == ""
+    assert sorted(path.name for path in (repository / "dist/0.2.0").iterdir()) == [
+        "trainkit_lm-0.2.0-py3-none-any.whl",
+        "trainkit_lm-0.2.0.tar.gz",
+    ]
+
+
+def test_a_release_that_fails_leaves_nothing(repository):
+    (repository / ".ci/package").write_text("#!/usr/bin/env bash\nexit 1\n")
+    git(repository, "commit", "--all", "--message", "broken")
+    commit = git(repository, "rev-parse", "HEAD")
+    assert call(repository / ".ci/release", "0.2.0")[0] == 1
+    assert git(repository, "rev-parse", "HEAD") == commit
+    assert git(repository, "tag") == git(repository, "status", "--porcelain") == ""
+    assert not (repository / "dist").exists()
+
+
+def test_a_release_is_refused_before_anything_is_done(repository):
+    def refused(version="0.2.0"):
+        code, output = call(repository / ".ci/release", version)
+        assert code == 64
+        return output
+
+    assert "is no version" in refused("2")
+    (repository / "new").touch()
+    assert "not committed" in refused()
+    (repository / "new").unlink()
+    git(repository, "tag", "v0.2.0")
+    assert "there is a tag v0.2.0" in refused()
+    (repository / "CHANGELOG.md").write_text(CHANGES.replace("- a thing\n\n", ""))
+    git(repository, "commit", "--all", "--message", "nothing to say")
+    assert "says nothing under" in refused("0.3.0")
+
+
+def test_a_package_goes_into_a_new_folder(tmp_path):
+    (tmp_path / "old").touch()
+    code, output = call("package", str(tmp_path))
+    assert code == 64
+    assert "is not empty" in output
+
+
+def test_the_wheel_is_tried_without_the_checkout():
+    text = (SCRIPTS / "run").read_text()
+    parts = ['.ci/package "$work/dist"', "pip uninstall", '"/dist/*.whl)[recipes]', "from_wheel\n}"]
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)

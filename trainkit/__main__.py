@@ -25,6 +25,8 @@ Training itself is a recipe: a script, which you copy and change. These commands
   python -m trainkit runs                      the runs in runs/: state, step, loss, age, layout
   python -m trainkit diff runs/one runs/two    from which step on two runs differ, and in what
   python -m trainkit control runs/mine save    save, stop, evaluate and more, while it trains
+  python -m trainkit doctor                    what a bug report needs: versions, devices, limits,
+                                               and what of it will hurt
 
 Each explains itself, with examples: python -m trainkit COMMAND --help
 
@@ -48,6 +50,7 @@ from trainkit.tools.commands import (
     control,
     data,
     diff,
+    doctor,
     export,
     pack,
     plan,
@@ -76,6 +79,7 @@ COMMANDS = {
     "runs": runs,
     "diff": diff,
     "control": control,
+    "doctor": doctor,
 }
 
 

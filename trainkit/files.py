@@ -515,5 +515,5 @@ def find_recipes() -> Path:
     """
     package = Path(__file__).parent
     packed = package / "recipes"
-    # A checkout has them beside the package; setup.py copies them into a wheel.
+    # A checkout has them next to the package; setup.py copies them into a wheel.
     return packed if packed.is_dir() else package.parent / "recipes"

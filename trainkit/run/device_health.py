@@ -144,7 +144,7 @@ def watch_device(
     """
     found = [Sign(0)]
     closed = threading.Event()
-    opened = _open_device(device)
+    opened = open_device(device)
     has_files = any(root.glob("edac/mc/mc*/ue_count")) or any(
         root.glob("cpu/cpu*/thermal_throttle")
     )
@@ -175,7 +175,7 @@ def watch_device(
         thread.join(timeout=1.0)
 
 
-def _open_device(device: torch.device) -> tuple[Any, Any] | None:
+def open_device(device: torch.device) -> tuple[Any, Any] | None:
     """Return NVML and the handle of a device; None without NVML, or without a GPU of NVIDIA."""
     if device.type != "cuda" or torch.version.cuda is None:
         return None
