@@ -7,7 +7,6 @@ python recipes/generate.py --run FOLDER --prompt "Once" --top-p 0.9 --min-p 0.05
 """
 
 import functools
-import sys
 from pathlib import Path
 
 import attrs
@@ -117,20 +116,19 @@ def write(cfg, trained, sampling):
 
 def main(argv=None):
     """Read the configuration, open the model, and generate."""
-    with tk.run.report_errors():
-        cfg = tk.config.load_config(Config, argv)
-        # Made first: a flag out of its range is rejected before a model is loaded.
-        sampling = tk.generation.Sampling(
-            temperature=cfg.temperature,
-            top_k=cfg.top_k,
-            top_p=cfg.top_p,
-            min_p=cfg.min_p,
-            repetition_penalty=cfg.repetition_penalty,
-            seed=cfg.seed,
-        )
-        path = cfg.run or tk.hub.ensure_base_run()
-        write(cfg, tk.hub.open_model(path), sampling)
+    cfg = tk.config.load_config(Config, argv)
+    # Made first: a flag out of its range is rejected before a model is loaded.
+    sampling = tk.generation.Sampling(
+        temperature=cfg.temperature,
+        top_k=cfg.top_k,
+        top_p=cfg.top_p,
+        min_p=cfg.min_p,
+        repetition_penalty=cfg.repetition_penalty,
+        seed=cfg.seed,
+    )
+    path = cfg.run or tk.hub.ensure_base_run()
+    write(cfg, tk.hub.open_model(path), sampling)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    tk.run.run_main(main)

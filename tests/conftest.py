@@ -73,6 +73,15 @@ def verdict(request, monkeypatch):
         monkeypatch.setattr("trainkit.grads.can_read_values", lambda _: False)
 
 
+@pytest.fixture(name="own_process")
+def _own_process():
+    """Let this process be a recipe's own, as it is inside `run_main`."""
+    from own_process import own_process
+
+    with own_process():
+        yield
+
+
 def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("only_all") and not config.getoption("--all"):

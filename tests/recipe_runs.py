@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from own_process import own_process
 
 from trainkit import generation
 from trainkit.models import make_decoder_config
@@ -114,7 +115,7 @@ def here(flags, recipe="pretrain", *, layers=2, drawn=False):
         contextlib.nullcontext() if drawn else without_pictures(),
     ):
         try:
-            with report_errors():  # as `leave` does, which would end this process
+            with own_process(), report_errors():  # as `run_main` does, which would end the process
                 code = loaded(recipe).main([str(flag) for flag in flags])
         except SystemExit as end:
             return end.code, err.getvalue()

@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import recipe_runs
+from own_process import own_process
 
+from trainkit.run import report_errors
 from trainkit.text.corpora import write_corpus
 
 RECIPE = Path(__file__).parents[2] / "recipes/pretrain.py"
@@ -48,7 +50,8 @@ def start(recipe, tmp_path):
         signal.alarm(60)
         try:
             with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
-                recipe.main([str(flag) for flag in (*given, "--eval-every", 0, *flags)])
+                with own_process(), report_errors():
+                    recipe.main([str(flag) for flag in (*given, "--eval-every", 0, *flags)])
             return 0, printed.getvalue()
         except SystemExit as end:
             last = errors.getvalue().rstrip().splitlines()[-1]

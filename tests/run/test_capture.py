@@ -17,6 +17,8 @@ from trainkit.run.sinks import LoggingOptions
 from trainkit.tools.testing import run_ranks
 from trainkit.types import ConfigError, Cursor, DataError, StepBatch
 
+pytestmark = pytest.mark.usefixtures("own_process")
+
 TIMEOUTS = Timeouts(start_timeout=60.0)
 PATTERN = "{embedding,norm,layers.*,layers.*.{mlp,attention_norm,attention.wq}}"
 MODEL = attrs.evolve(CONFIG, vocab_size=32, width=32, mlp_width=32, layers=2)

@@ -14,6 +14,8 @@ from trainkit.batch import make_padding_batch
 from trainkit.run import Timeouts, collect_manually, open_run
 from trainkit.tools.testing import run_ranks
 
+pytestmark = pytest.mark.usefixtures("own_process")
+
 
 class Cycle:
     def __init__(self):

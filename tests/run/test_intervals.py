@@ -20,6 +20,8 @@ from trainkit.tools.testing import run_ranks
 from trainkit.types import ConfigError, Cursor, StepBatch, TrainState
 from trainkit.weights.checkpoint import CheckpointOptions, list_checkpoints
 
+pytestmark = pytest.mark.usefixtures("own_process")
+
 PER_EPOCH = 2.5  # batches
 
 

@@ -18,6 +18,8 @@ from trainkit.run.sinks import LoggingOptions
 from trainkit.types import Cursor, StepBatch
 from trainkit.weights.checkpoint import CheckpointOptions
 
+pytestmark = pytest.mark.usefixtures("own_process")
+
 TOLD = ("step", "loss_hex", "grad_norm_hex", "lr_hex", "tokens", "tokens_total", "skipped")
 TIMEOUTS = Timeouts(start_timeout=60.0)
 POLICY = health.Policy(spike_after=4)

@@ -13,6 +13,7 @@ from functools import partial
 import attrs
 import pytest
 import torch
+from own_process import own_process
 from recipe_runs import events, lines
 
 from trainkit import health
@@ -41,6 +42,7 @@ from trainkit.weights.checkpoint.initial_weights import InitialWeights
 from trainkit.weights.checkpoint.manifest import parse_step
 
 TIMEOUTS = Timeouts(start_timeout=60.0)
+pytestmark = pytest.mark.usefixtures("own_process")
 
 
 def test_a_signal_is_heard_inside_and_all_is_put_back(tmp_path):
@@ -341,7 +343,7 @@ def _only_rank_0_can_write(folder):
 
         sys.modules[open_run.__module__].make_run_dir = refuse
     try:
-        with open_run(folder, timeouts=TIMEOUTS):
+        with own_process(), open_run(folder, timeouts=TIMEOUTS):
             return "opened"
     except SystemExit as end:
         return end.code

@@ -14,6 +14,8 @@ from trainkit.types import Cursor, DataError, NumericsError, StepBatch
 from trainkit.weights.checkpoint import CheckpointOptions, list_checkpoints, verify_checkpoint
 from trainkit.weights.checkpoint.manifest import parse_step
 
+pytestmark = pytest.mark.usefixtures("own_process")
+
 TIMEOUTS = Timeouts(start_timeout=60.0)
 LAST = 7
 HALF_WRITTEN = ("within the step", "after the step")

@@ -6,6 +6,8 @@ from .compare_runs import compare_runs as compare_runs
 from .control import control_run as control_run
 from .directory import make_run_dir as make_run_dir
 from .errors import EXIT_SAVED as EXIT_SAVED
+from .errors import get_exit_code as get_exit_code
+from .errors import owns_process as owns_process
 from .errors import report_errors as report_errors
 from .errors import run_main as run_main
 from .garbage import collect_manually as collect_manually

@@ -79,6 +79,39 @@ _HINTS = {
 }
 
 
+_OWN_PROCESS = threading.Event()  # set by `run_main`, for good: it ends the process
+
+
+def owns_process() -> bool:
+    """Return whether this process is the recipe's own, which it is inside `run_main`.
+
+    Any other process is somebody else's: a notebook, a worker of Ray, a service. `open_run` traps
+    no signals there, changes no settings, and raises errors as they are: `get_exit_code` has the
+    exit code that a process of its own would end with.
+
+    Examples:
+        >>> owns_process()
+        False
+    """
+    return _OWN_PROCESS.is_set()
+
+
+@contextlib.contextmanager
+def record_errors(run_dir: str | Path) -> Iterator[None]:
+    """Append the traceback of an error of the block to the rank's file in `run_dir`, and raise it.
+
+    It is what `report_errors` does in a process of somebody else, who gets the error itself.
+
+    Effects:
+        On an error writes `errors/rank_00000.txt` under `run_dir`, if it can.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        _append_traceback(error, Path(run_dir))
+        raise
+
+
 @contextlib.contextmanager
 def report_errors(run_dir: str | Path | None = None) -> Iterator[None]:
     """Report an error of the block, and raise SystemExit with its exit code.
@@ -221,7 +254,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         main: Returns the exit code, None for 0, or raises SystemExit with it.
 
     Effects:
-        Ends the process.
+        Makes the process the recipe's own (`owns_process`), and ends it.
 
     Examples:
         >>> import subprocess
@@ -229,6 +262,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         >>> subprocess.run([sys.executable, "-c", script]).returncode
         75
     """
+    _OWN_PROCESS.set()
     open_standard_streams()
     with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # no stderr
         faulthandler.enable()
@@ -436,14 +470,23 @@ def _write_traceback(
     error: BaseException, run_dir: str | Path | None, fields: dict[str, Any]
 ) -> Path | None:
     """Append the traceback to the rank's file and return its path, or print it if that fails."""
-    text = "".join(traceback.format_exception(error))[:_MAX_TRACEBACK]
-    if run_dir is not None:
-        path = Path(run_dir) / "errors" / f"rank_{fields['rank']:05d}.txt"
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
-                file.write(f"{datetime.now(UTC).isoformat(timespec='seconds')}\n{text}\n")
-            return path
-    if fields["code"] in {_PEER, _BUG}:
-        print_to_stderr(text)
+    path = None if run_dir is None else _append_traceback(error, Path(run_dir))
+    if path is None and fields["code"] in {_PEER, _BUG}:
+        print_to_stderr(_format_traceback(error))
+    return path
+
+
+def _append_traceback(error: BaseException, run_dir: Path) -> Path | None:
+    """Append the traceback to the rank's file; return its path, or None if that fails."""
+    path = run_dir / "errors" / f"rank_{_read_rank():05d}.txt"
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            file.write(f"{now}\n{_format_traceback(error)}\n")
+        return path
     return None
+
+
+def _format_traceback(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))[:_MAX_TRACEBACK]

@@ -51,7 +51,12 @@ from trainkit.run.config import config_to_dict, make_config_facts, make_resume_r
 from trainkit.run.control import Mailbox
 from trainkit.run.device_health import describe_signs, watch_device
 from trainkit.run.directory import make_run_dir
+<<<<<<< HEAD
 from trainkit.run.errors import EXIT_SAVED, report_errors
+=======
+from trainkit.run.errors import EXIT_SAVED, owns_process, record_errors, report_errors
+from trainkit.run.find_nan import find_first_nan
+>>>>>>> h7
 from trainkit.run.garbage import Collect, collect_manually
 from trainkit.run.instruments import Instruments, open_instruments
 from trainkit.run.intervals import IntervalClock
@@ -61,7 +66,12 @@ from trainkit.run.log import make_logger, print_warning
 from trainkit.run.peers import Straggler
 from trainkit.run.plots.load import plot_expert_load
 from trainkit.run.plots.loss import plot_loss
+<<<<<<< HEAD
 from trainkit.run.reproducible import set_numerics
+=======
+from trainkit.run.profiling import ProfileSummary, profile
+from trainkit.run.reproducible import use_numerics
+>>>>>>> h7
 from trainkit.run.signals import Vote, open_step_vote, trap_signals
 from trainkit.run.sinks.console import escape_control_characters
 from trainkit.run.sinks.jsonl import (
@@ -151,13 +161,18 @@ def open_run(
 
     A script that needs fewer of them opens those, down to `parallel_session` alone.
 
+    Signals, exit codes and ends of the process are for a process of its own, in which `run_main`
+    runs the recipe. In any other (`owns_process`) no signal is trapped, errors are raised as they
+    are, and the watch ends nothing: its verdict is raised when the next phase begins. A run is
+    stopped there by a request (`control_run`), or a KeyboardInterrupt.
+
     Args:
         run_dir: The run directory, created if it does not exist.
         layout: The degrees and how work is done; by default all processes shard parameters.
         timeouts: How long ranks may wait. The timeout of collectives is longer, so that the watch
             ends a hung step first, and can name the rank.
-        numerics: The precision of arithmetic, set (`set_numerics`) and logged; by default torch's
-            settings stay.
+        numerics: The precision of arithmetic inside the block (`use_numerics`), which is logged; by
+            default torch's settings stay.
         config: The resolved configuration: a record of flags, or plain values by name; equal on all
             ranks except for `out`. `resume` writes it, checkpoints store it, and sinks show it.
 
@@ -165,11 +180,12 @@ def open_run(
         A `Run`.
 
     Raises:
-        SystemExit: In place of any exception, with the exit code of `get_exit_code`.
+        SystemExit: In a process of its own, in place of any exception, with the exit code of
+            `get_exit_code`.
 
     Effects:
-        Opens process groups, starts threads, sets signal handlers, writes the lock and the
-        heartbeats of this rank under `run_dir`; undoes what it can at the end.
+        Opens process groups, starts threads, writes the lock and the heartbeats of this rank under
+        `run_dir`, and undoes it at the end. In a process of its own it also sets signal handlers.
 
     Examples:
         >>> import tempfile
@@ -195,13 +211,13 @@ def open_run(
         notices.append(("straggler", attrs.asdict(found)))
 
     started = measure_startup()
-    if numerics is not None:
-        # Before the process group and CUDA, as `use_deterministic` demands.
-        set_numerics(numerics)
+    is_own = owns_process()
     with (
         record_phases() as times,
-        report_errors(),
-        trap_signals() as stop_reason,
+        report_errors() if is_own else contextlib.nullcontext(),
+        # Before the process group and CUDA, as `use_deterministic` demands.
+        use_numerics(numerics),
+        trap_signals() if is_own else contextlib.nullcontext(_never_stop) as stop_reason,
         parallel_session(
             layout or Layout(),
             timeout=timedelta(seconds=max(timeouts.start_timeout, 10 * timeouts.step_timeout)),
@@ -213,7 +229,7 @@ def open_run(
         run_on_all_ranks(lambda: str(make_run_dir(folder)), ps.world)
         with (
             lock_run(folder, ps.world) as renew_lock,
-            report_errors(folder),
+            report_errors(folder) if is_own else record_errors(folder),
             watch_ranks(
                 folder,
                 ps.world,
@@ -223,7 +239,11 @@ def open_run(
                 renew_lock=renew_lock,
                 count_written=lambda: progress.parts,
                 log=warn,
+<<<<<<< HEAD
                 report_straggler=warn_of_straggler,
+=======
+                owns_process=is_own,
+>>>>>>> h7
             ) as phase,
             open_step_vote(stop_reason, ps.world, take_requests=mailbox.take) as vote,
         ):
@@ -245,6 +265,10 @@ def open_run(
             )
             _check_start(run, numerics)
             yield run
+
+
+def _never_stop() -> str | None:
+    return None
 
 
 def _check_start(run: Run, numerics: Numerics | None) -> None:
@@ -673,7 +697,10 @@ class Loop:
                 handlers=self._handlers,
             ) as self._steering,
             self._open_saver(replay) as (self._save, self._guard),
-            collect_manually() as self._collect,
+            # Ranks collect at any time in a process whose other threads make garbage too.
+            collect_manually()
+            if owns_process()
+            else contextlib.nullcontext(_leave) as self._collect,
             watch_device(run.ps.device) as self._read_signs,
             open_instruments(
                 run.dir,
@@ -1121,6 +1148,11 @@ class Loop:
         if action.reason:
             raise NumericsError(action.reason)
         return state
+
+
+def _leave(*, idle: bool = False) -> None:
+    """Leave the collection of garbage to Python."""
+    del idle
 
 
 def _count_flops_per_token(

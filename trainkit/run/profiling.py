@@ -122,8 +122,8 @@ def profile(
         report: Called with the summary.
 
     Effects:
-        Writes `rank_00000.json.gz`, and on CUDA `rank_00000.memory.pickle`. Sets KINETO_LOG_LEVEL,
-        if it is not set, as torch's profiler prints lines of its own otherwise.
+        Writes `rank_00000.json.gz`, and on CUDA `rank_00000.memory.pickle`. Inside the block
+        KINETO_LOG_LEVEL is set, as torch's profiler prints lines of its own otherwise.
 
     Examples:
         >>> import tempfile
@@ -137,13 +137,16 @@ def profile(
     device = torch.device(device)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     path = folder / f"rank_{rank:05d}.json.gz"
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
         torch.cuda.memory._record_memory_history(max_entries=_MEMORY_ENTRIES)  # noqa: SLF001 (as in torch's pages)
-    with torch.profiler.profile(activities=activities) as profiler, _mark_phases():
+    with (
+        _silence_kineto(),
+        torch.profiler.profile(activities=activities) as profiler,
+        _mark_phases(),
+    ):
         yield
         if device.type == "cuda":  # so that the kernels of the last step are in the trace
             torch.cuda.synchronize(device)
@@ -157,6 +160,20 @@ def profile(
     end = max((event.time_range.end for event in events), default=0.0)
     on = "cuda" if device.type == "cuda" else "cpu"
     report(summarize_profile(events, on=on, seconds=(end - begin) / 1e6))
+
+
+@contextlib.contextmanager
+def _silence_kineto() -> Iterator[None]:
+    """Set KINETO_LOG_LEVEL inside the block, unless it is set."""
+    name = "KINETO_LOG_LEVEL"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "6"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
 
 
 @contextlib.contextmanager

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 import torch
 
 from trainkit.types import Numerics
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def set_numerics(numerics: Numerics) -> None:
@@ -27,6 +31,44 @@ def set_numerics(numerics: Numerics) -> None:
     torch.set_float32_matmul_precision(numerics.matmul)
     if numerics.deterministic:
         use_deterministic()
+
+
+@contextlib.contextmanager
+def use_numerics(numerics: Numerics | None) -> Iterator[None]:
+    """Set the numerics inside the block, and restore torch's own settings; nothing for None.
+
+    Raises:
+        ValueError: See `use_deterministic`.
+
+    Effects:
+        Those of `set_numerics`, undone at the end, also after an error.
+
+    Examples:
+        >>> with use_numerics(Numerics(matmul="high")):
+        ...     torch.get_float32_matmul_precision()
+        'high'
+        >>> torch.get_float32_matmul_precision()
+        'highest'
+    """
+    if numerics is None:
+        yield
+        return
+    matmul = torch.get_float32_matmul_precision()
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # pyrefly: ignore[missing-attribute]
+    benchmark = torch.backends.cudnn.benchmark
+    workspace = os.environ.get(_WORKSPACE)
+    try:
+        set_numerics(numerics)
+        yield
+    finally:
+        torch.set_float32_matmul_precision(matmul)
+        torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # pyrefly: ignore[missing-attribute]
+        torch.backends.cudnn.benchmark = benchmark
+        if workspace is None:
+            os.environ.pop(_WORKSPACE, None)
 
 
 def use_deterministic() -> None:
@@ -53,13 +95,12 @@ def use_deterministic() -> None:
     References:
         PyTorch's notes on reproducibility; cuBLAS's on its workspace.
     """
-    name = "CUBLAS_WORKSPACE_CONFIG"
-    if name not in os.environ and torch.cuda.is_initialized():
+    if _WORKSPACE not in os.environ and torch.cuda.is_initialized():
         raise ValueError(
-            f"deterministic: CUDA is in use already, and cuBLAS reads {name} when it starts; call "
-            f"deterministic() before anything touches CUDA, or set {name}=:4096:8"
+            f"deterministic: CUDA is in use already, and cuBLAS reads {_WORKSPACE} when it starts; "
+            f"call deterministic() before anything touches CUDA, or set {_WORKSPACE}=:4096:8"
         )
-    os.environ.setdefault(name, ":4096:8")
+    os.environ.setdefault(_WORKSPACE, ":4096:8")
     torch.use_deterministic_algorithms(True)
     # trainkit never reads uninitialized memory, so filling it would only cost time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyrefly: ignore[missing-attribute]

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import attrs
 
@@ -121,6 +121,7 @@ class _Options:
     log: Log
     report_straggler: Callable[[peers.Straggler], object]
     is_there: Callable[[], bool]
+    owns_process: bool
 
 
 @attrs.define(eq=False)
@@ -135,10 +136,14 @@ class _MainThread:
 
 @attrs.define(eq=False)
 class _Alarms:
-    """Seconds since a stop was requested, and since a failure is known; of the watching thread."""
+    """Seconds since a stop was requested, and since a failure is known; of the watching thread.
+
+    `verdict` is why the process would have ended by now, if it were the run's own.
+    """
 
     stopping: float = 0.0
     failing: float = 0.0
+    verdict: TrainkitError | None = None
 
 
 @attrs.define(eq=False)
@@ -200,7 +205,11 @@ def watch_ranks(
     renew_lock: Callable[[], None] = lambda: None,
     count_written: Callable[[], int] | None = None,
     log: Log = print_to_stderr,
+<<<<<<< HEAD
     report_straggler: Callable[[peers.Straggler], object] | None = None,
+=======
+    owns_process: bool = True,
+>>>>>>> h7
 ) -> Iterator[Announce]:
     """Watch over the ranks of a run: end all when one dies or hangs, and name it and its place.
 
@@ -216,7 +225,9 @@ def watch_ranks(
       the disk does not answer any more;
     - a warning names a rank that others always wait for, and a run directory that was removed.
 
-    A process whose main thread is stuck ends where it stands, after its last words.
+    A process whose main thread is stuck ends where it stands, after its last words. A process that
+    is not the run's own goes on: the next `phase` raises instead, or the collective that the main
+    thread waits in does, when its timeout is over.
 
     Args:
         run_dir: The run directory, which all ranks see.
@@ -233,8 +244,13 @@ def watch_ranks(
             hangs if no rank has written one for 10 s, and for twice the longest pause of a save
             that went on. None: no save is taken to hang.
         log: Receives warnings, in the watching thread; by default they go to stderr.
+<<<<<<< HEAD
         report_straggler: Receives each rank that others wait for, once, on rank 0 and in the
             watching thread; by default `log` receives its sentence.
+=======
+        owns_process: Whether the process may be ended, and processes of the run that have stopped
+            be killed; see `errors.owns_process`.
+>>>>>>> h7
 
     Yields:
         `phase(name, allow=seconds)`: announces what this rank does next, and how long it may take,
@@ -245,9 +261,9 @@ def watch_ranks(
 
     Effects:
         Communicates once on `axis`. Starts a thread; it has ended when the block is left. Writes
-        under `run_dir/ranks`, where files of an earlier run are removed. Lets Python show its stack
-        when the process crashes (`faulthandler`). May end the process, and kill a process of the
-        run on this host that has stopped.
+        under `run_dir/ranks`, where files of an earlier run are removed. With `owns_process` it
+        lets Python show its stack when the process crashes (`faulthandler`), and may end the
+        process, and kill a process of the run on this host that has stopped.
 
     Examples:
         >>> import tempfile
@@ -260,7 +276,10 @@ def watch_ranks(
     """
     team = _join(Path(run_dir), axis)
     stop = threading.Event()
-    with _show_crashes(), _open_directory(team.run_dir) as is_there:
+    with (
+        _show_crashes() if owns_process else contextlib.nullcontext(),
+        _open_directory(team.run_dir) as is_there,
+    ):
         options = _Options(
             stop_reason=stop_reason,
             grace=grace,
@@ -269,6 +288,7 @@ def watch_ranks(
             log=log,
             report_straggler=report_straggler or (lambda found: log(found.what)),
             is_there=is_there,
+            owns_process=owns_process,
         )
         rank = _make_watch(team, options, allow=allow)
         thread = threading.Thread(
@@ -277,11 +297,14 @@ def watch_ranks(
         guard = threading.Thread(target=_guard_the_watch, args=(rank, stop), daemon=True)
 
         def phase(name: str, allow: float | None = None) -> None:
+            if rank.alarms.verdict is not None:
+                raise rank.alarms.verdict
             # One assignment, so that the watching thread never sees a half of it.
             rank.main.phase = Phase(name, rank.main.phase.allow if allow is None else allow)
 
         thread.start()
-        guard.start()
+        if owns_process:
+            guard.start()
         try:
             yield phase
             rank.main.state = "ended"
@@ -295,7 +318,8 @@ def watch_ranks(
         finally:
             stop.set()
             thread.join(10.0)
-            guard.join(1.0)
+            if owns_process:
+                guard.join(1.0)
             with _warn_of_errors(rank):
                 # The last beat says how the rank ended, so that nobody waits for the next one.
                 _beat(rank)
@@ -523,8 +547,8 @@ def _check_directory(rank: _Watch) -> None:
 
 def _act(rank: _Watch, *, passed: float) -> None:
     """End the process if the main thread, which could go on or end by itself, does not."""
-    # It is ending by itself.
-    if rank.main.is_unwinding or rank.main.state != "running":
+    # It is ending by itself, or will at its next phase.
+    if rank.main.is_unwinding or rank.main.state != "running" or rank.alarms.verdict:
         return
     team = rank.team
     beat = rank.pulse.beat
@@ -540,6 +564,7 @@ def _act(rank: _Watch, *, passed: float) -> None:
         has_noticed = any(file.endswith(_SAVE_AFTER_ERROR) for file, _, _ in stack)
         if hopeless or (rank.alarms.failing > _CAUSE_GRACE and not has_noticed):
             _end(rank, _make_error(rank, failure))
+            return
     if rank.alarms.stopping > (_GRACE if rank.options.grace is None else rank.options.grace):
         _end_late_stop(rank)
 
@@ -600,9 +625,17 @@ def _describe_unsaved(rank: _Watch, grace: float) -> tuple[str, int]:
     return text, EXIT_SAVED if is_saved else PreemptedError.code
 
 
-def _end(rank: _Watch, error: TrainkitError) -> NoReturn:
-    """End this process, and kill processes of the run on this host that have stopped."""
+def _end(rank: _Watch, error: TrainkitError) -> None:
+    """End this process, and kill processes of the run on this host that have stopped.
+
+    If the process is not the run's own, the main thread gets the error at its next phase.
+    """
     team = rank.team
+    if not rank.options.owns_process:
+        if rank.alarms.verdict is None:
+            rank.alarms.verdict = error
+            rank.options.log(f"error: {error}")
+        return
     with contextlib.suppress(Exception):
         for member in team.members:
             sighting = rank.others.sightings.get(member.rank, peers.Sighting())

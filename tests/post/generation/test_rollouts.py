@@ -3,7 +3,9 @@
 import contextlib
 import math
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import attrs
 import numpy as np
@@ -39,7 +41,29 @@ def answer(text, *, truncated=False, group=0):
     return Answer("1+1=", [BYTES.bos_id, *BYTES.encode("1+1=")], text, ids, group, truncated)
 
 
-def test_a_checker_that_raises_or_hangs_costs_its_answer_alone():
+@pytest.mark.parametrize("where", ["main thread", "another thread"])
+def test_a_checker_that_raises_or_hangs_costs_its_answer_alone(where):
+    if where == "main thread":
+        check_rewards_of_a_bad_checker(hang=9)
+        return
+    threads = threading.active_count()
+    with ThreadPoolExecutor(1) as pool:  # as in a worker of Ray; a call of C is not interrupted
+        pool.submit(check_rewards_of_a_bad_checker, hang=0.001).result()
+    assert threading.active_count() == threads
+
+
+def test_a_timer_that_the_process_has_goes_on_after_a_checker():
+    handler = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 500)
+    try:
+        compute_rewards(lambda *_: 1.0, [answer("2")])
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 500
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+
+
+def check_rewards_of_a_bad_checker(hang):
     shown = []
 
     def checker(_, text):
@@ -50,7 +74,7 @@ def test_a_checker_that_raises_or_hangs_costs_its_answer_alone():
             return float("nan")
         while text == "hangs":  # and does not let itself be interrupted by what is an Exception
             with contextlib.suppress(Exception):
-                time.sleep(9)
+                time.sleep(hang)
         return float(text == "2")
 
     texts = ["2", "raises", "hangs", "", "is no number", "3", "2"]

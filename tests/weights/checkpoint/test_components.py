@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from own_process import own_process
 from recipe_runs import events
 from torch import nn
 from weights.checkpoint.small import live, quiet, rewrite, same, small_run
@@ -35,6 +36,8 @@ from trainkit.weights.checkpoint import (
 from trainkit.weights.checkpoint.diff import diff_checkpoints
 from trainkit.weights.checkpoint.load import load_checkpoint, load_weights
 from trainkit.weights.checkpoint.snapshot import check_savable
+
+pytestmark = pytest.mark.usefixtures("own_process")
 
 TIMEOUTS = Timeouts(start_timeout=60.0)
 LAST = 7
@@ -636,7 +639,7 @@ def test_a_sharded_tensor_is_loaded_in_any_layout(tmp_path, rows, saved_on):
 
 
 def train_on_two(folder, fail_at):
-    with contextlib.suppress(SystemExit):
+    with own_process(), contextlib.suppress(SystemExit):
         return train(folder, seed=1 + int(os.environ["RANK"]), fail_at=fail_at)[1].seen
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -73,18 +76,19 @@ def compute_rewards(
         answers: The rollout, equal on all ranks.
         seconds: Timeout of one call. It is enforced by a signal, so the reward function must be
             Python, or C that handles signals, as `re` does; other calls are ended by the run's
-            `step_timeout`.
+            `step_timeout`. Outside the main thread, as in a worker of Ray, it must be Python: a
+            call of C is interrupted when it is over.
         axis: The ranks that call this together, `ps.world`.
 
     Returns:
         The rewards, and the number of failures.
 
     Raises:
-        ValueError: `seconds` is not above 0, or this is not the main thread.
+        ValueError: `seconds` is not above 0.
 
     Effects:
-        Calls the reward function; sets a handler of SIGALRM meanwhile and restores the old one.
-        Communicates on `axis`.
+        Calls the reward function. Meanwhile sets a handler of SIGALRM and its timer, and restores
+        the old ones; outside the main thread it starts a thread instead. Communicates on `axis`.
 
     Examples:
         >>> def is_correct(prompt, answer):
@@ -155,11 +159,18 @@ class _RewardTimeout(BaseException):
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
     """Raise `_RewardTimeout` in the block after some seconds, and again each time they pass."""
+    if threading.current_thread() is not threading.main_thread():
+        with _interrupt_thread(seconds):
+            yield
+        return
 
     def interrupt(*_: object) -> None:
         raise _RewardTimeout
 
     handler = signal.signal(signal.SIGALRM, interrupt)
+    begin = time.monotonic()
+    # Somebody else's timer waits, and goes on from here.
+    left, interval = signal.getitimer(signal.ITIMER_REAL)
     try:
         # Again each time: a bare `except:` in the reward function may swallow the first one.
         signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
@@ -170,3 +181,40 @@ def _time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)  # the signal may interrupt the line above
         signal.signal(signal.SIGALRM, handler)
+        if left:
+            left = max(left - (time.monotonic() - begin), 1e-6)
+            signal.setitimer(signal.ITIMER_REAL, left, interval)
+
+
+@contextmanager
+def _interrupt_thread(seconds: float) -> Iterator[None]:
+    """Raise `_RewardTimeout` in this thread, which is not the main one and gets no signals."""
+    ident = ctypes.c_ulong(threading.get_ident())
+    raise_in_thread = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    is_over = False
+    lock = threading.Lock()  # nothing is raised once the block is over
+    done = threading.Event()
+
+    def interrupt() -> None:
+        while not done.wait(seconds):
+            with lock:
+                if not is_over:
+                    raise_in_thread(ident, ctypes.py_object(_RewardTimeout))
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    def end() -> None:
+        nonlocal is_over
+        with lock:
+            is_over = True
+            raise_in_thread(ident, None)  # what was raised last, and has not arrived
+        done.set()
+        thread.join()
+
+    try:
+        try:
+            yield
+        finally:
+            end()
+    finally:
+        end()  # the exception may have arrived in the line above
