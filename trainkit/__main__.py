@@ -7,6 +7,8 @@ Training itself is a recipe, python recipes/pretrain.py; these commands stand ar
 
   python -m trainkit plan --size llama-3.1-8b --world 8 --hardware h100 --row-length 8192
                                                which layouts fit, and how fast each would be
+  python -m trainkit launch --nproc-per-node 8 recipes/pretrain.py
+                                               torchrun, with the exit code of its workers
   python -m trainkit prepare books/ --out books.tokens
                                                text into tokens, once, in parallel
   python -m trainkit data show books.tokens    what is in it; data verify reads every byte
@@ -46,6 +48,7 @@ from trainkit.tools.commands import (
     data,
     diff,
     export,
+    launch,
     pack,
     plan,
     prepare,
@@ -58,6 +61,7 @@ from trainkit.types import ConfigError
 
 COMMANDS = {
     "plan": plan,
+    "launch": launch,
     "prepare": prepare,
     "data": data,
     "pack": pack,
@@ -128,6 +132,8 @@ def main(argv: list[str] | None = None) -> int:
         code = get_exit_code(error)
         if is_for_people:
             return code
+    if report is None:  # the command has printed all there is
+        return code
     if is_for_people and not isinstance(report, str):
         report = as_text(report)
     # UTF-8 whatever the locale, as a program that reads JSON expects.
