@@ -10,6 +10,8 @@ Training itself is a recipe: a script, which you copy and change. These commands
                                                a copy of one, to run or to change
   python -m trainkit plan --size llama-3.1-8b --world 8 --hardware h100 --row-length 8192
                                                which layouts fit, and how fast each would be
+  python -m trainkit launch --nproc-per-node 8 recipes/pretrain.py
+                                               torchrun, with the exit code of its workers
   python -m trainkit prepare books/ --out books.tokens
                                                text into tokens, once, in parallel
   python -m trainkit data show books.tokens    what is in it; data verify reads every byte
@@ -52,6 +54,7 @@ from trainkit.tools.commands import (
     diff,
     doctor,
     export,
+    launch,
     pack,
     plan,
     prepare,
@@ -68,6 +71,7 @@ COMMANDS = {
     "recipes": recipes,
     "recipe": recipe,
     "plan": plan,
+    "launch": launch,
     "prepare": prepare,
     "data": data,
     "pack": pack,
@@ -139,6 +143,8 @@ def main(argv: list[str] | None = None) -> int:
         code = get_exit_code(error)
         if is_for_people:
             return code
+    if report is None:  # the command has printed all there is
+        return code
     if is_for_people and not isinstance(report, str):
         report = as_text(report)
     # UTF-8 whatever the locale, as a program that reads JSON expects.
