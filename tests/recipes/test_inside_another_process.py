@@ -182,4 +182,3 @@ def test_a_recipe_leaves_the_process_of_another_as_it_was(recipe, flags_of, tmp_
     before = describe_process()
     assert call(recipe, flags_of(recipe, tmp_path / "second"))[0] == 0
     assert_unchanged(before, describe_process())
-

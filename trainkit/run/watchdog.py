@@ -205,11 +205,8 @@ def watch_ranks(
     renew_lock: Callable[[], None] = lambda: None,
     count_written: Callable[[], int] | None = None,
     log: Log = print_to_stderr,
-<<<<<<< HEAD
     report_straggler: Callable[[peers.Straggler], object] | None = None,
-=======
     owns_process: bool = True,
->>>>>>> h7
 ) -> Iterator[Announce]:
     """Watch over the ranks of a run: end all when one dies or hangs, and name it and its place.
 
@@ -244,13 +241,10 @@ def watch_ranks(
             hangs if no rank has written one for 10 s, and for twice the longest pause of a save
             that went on. None: no save is taken to hang.
         log: Receives warnings, in the watching thread; by default they go to stderr.
-<<<<<<< HEAD
         report_straggler: Receives each rank that others wait for, once, on rank 0 and in the
             watching thread; by default `log` receives its sentence.
-=======
         owns_process: Whether the process may be ended, and processes of the run that have stopped
             be killed; see `errors.owns_process`.
->>>>>>> h7
 
     Yields:
         `phase(name, allow=seconds)`: announces what this rank does next, and how long it may take,
