@@ -51,12 +51,7 @@ from trainkit.run.config import config_to_dict, make_config_facts, make_resume_r
 from trainkit.run.control import Mailbox
 from trainkit.run.device_health import describe_signs, watch_device
 from trainkit.run.directory import make_run_dir
-<<<<<<< HEAD
-from trainkit.run.errors import EXIT_SAVED, report_errors
-=======
 from trainkit.run.errors import EXIT_SAVED, owns_process, record_errors, report_errors
-from trainkit.run.find_nan import find_first_nan
->>>>>>> h7
 from trainkit.run.garbage import Collect, collect_manually
 from trainkit.run.instruments import Instruments, open_instruments
 from trainkit.run.intervals import IntervalClock
@@ -66,12 +61,7 @@ from trainkit.run.log import make_logger, print_warning
 from trainkit.run.peers import Straggler
 from trainkit.run.plots.load import plot_expert_load
 from trainkit.run.plots.loss import plot_loss
-<<<<<<< HEAD
-from trainkit.run.reproducible import set_numerics
-=======
-from trainkit.run.profiling import ProfileSummary, profile
 from trainkit.run.reproducible import use_numerics
->>>>>>> h7
 from trainkit.run.signals import Vote, open_step_vote, trap_signals
 from trainkit.run.sinks.console import escape_control_characters
 from trainkit.run.sinks.jsonl import (
@@ -239,11 +229,8 @@ def open_run(
                 renew_lock=renew_lock,
                 count_written=lambda: progress.parts,
                 log=warn,
-<<<<<<< HEAD
                 report_straggler=warn_of_straggler,
-=======
                 owns_process=is_own,
->>>>>>> h7
             ) as phase,
             open_step_vote(stop_reason, ps.world, take_requests=mailbox.take) as vote,
         ):
