@@ -22,7 +22,8 @@ from trainkit.text.corpora.formats import RECORD_FORMATS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-WRITTEN = [ROOT / "README.md", *sorted(p for p in DOCS.rglob("*.md") if "_build" not in p.parts)]
+PAGES = sorted(p for p in DOCS.rglob("*.md") if "_build" not in p.parts)
+WRITTEN = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")), *PAGES]
 FIRST_LINES = """\
 pip install -e ".[recipes]" && python recipes/pretrain.py        # trains, now, on text that is \
 already on this machine
@@ -119,7 +120,7 @@ def flags_of(script):
 
 def problems_of_command(line):
     """Return what a command line names that is not there; nothing for commands of others."""
-    words = shlex.split(line, comments=True)
+    words = shlex.split(line.partition(" > ")[0], comments=True)
     script = next((word for word in words if word.endswith(".py") and "/" in word), None)
     if script is not None:
         if not (ROOT / script).is_file():
@@ -196,7 +197,7 @@ def test_the_picture_of_the_certificate_has_the_numbers_of_its_page(name):
 
 def test_the_map_names_every_page():
     linked = {(DOCS / link).resolve() for link in LINK.findall((DOCS / "index.md").read_text())}
-    assert {p for p in WRITTEN[1:] if p.name != "index.md"} <= linked
+    assert {p for p in PAGES if p.name != "index.md"} <= linked
 
 
 @pytest.mark.parametrize("path", [*WRITTEN, ROOT / "CHANGELOG.md"], ids=name_of)

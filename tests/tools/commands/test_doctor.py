@@ -4,6 +4,7 @@ import copy
 import json
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from trainkit.__main__ import main
 from trainkit.run import device_health
 from trainkit.tools.commands import doctor
 
+ROOT = Path(__file__).parents[3]
 GOOD = {
     "torch": "2.13.0+cu130",
     "cores": 8,
@@ -89,6 +91,13 @@ def test_a_good_machine_has_no_problem():
 def test_a_problem_is_one_sentence(change, sentence):
     [problem] = doctor.find_problems(copy.deepcopy(GOOD) | change)
     assert sentence in problem
+
+
+def test_the_page_shows_a_problem_as_it_is_printed():
+    page = ROOT / "docs" / "howto" / "when-it-does-not-start.md"
+    problems = doctor.find_problems(GOOD | {"gib": GOOD["gib"] | {"shm": 0.0625}})
+    shown = doctor.format_report({"torch": "2.13.0"}, problems).partition("\n\n")[2]
+    assert f"```text\n{shown}\n```" in page.read_text()
 
 
 def test_a_torch_that_is_too_old_is_a_problem(monkeypatch):
