@@ -5,6 +5,7 @@ import doctest
 import functools
 import importlib.util
 import io
+import json
 import re
 import shlex
 import sys
@@ -195,54 +196,175 @@ def test_the_picture_of_the_certificate_has_the_numbers_of_its_page(name):
         assert picture.info["Description"] == script.hash_numbers(*script.read_numbers())
 
 
-def test_the_map_names_every_page():
-    linked = {(DOCS / link).resolve() for link in LINK.findall((DOCS / "index.md").read_text())}
-    assert {p for p in PAGES if p.name != "index.md"} <= linked
-
-
 @pytest.mark.parametrize("path", [*WRITTEN, ROOT / "CHANGELOG.md"], ids=name_of)
 def test_nobody_is_told_to_install_another_project(path):
     assert not re.search(r"pip install\s+[\"']?trainkit(?!-lm)", path.read_text())
 
 
-# ------------------------------------------------------------------------------------ reference
+# ------------------------------------------------------------------------------------ links
+
+
+def anchors_of(text):
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def broken_links_of(path, text):
+    """Return the links of a page that lead to no file, or to no heading of a page."""
+    found = []
+    for link in LINK.findall(FENCE.sub("", text)):
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        if link.startswith("https://") or anchor in SCHEMES:
+            continue
+        if not target.exists():
+            found.append(f"{link} leads nowhere")
+        elif anchor and target.suffix == ".md":
+            page = text if target == path else target.read_text()
+            found += [] if anchor in anchors_of(page) else [f"there is no #{anchor} in {file}"]
+    return found
+
+
+SCHEMES = {"gh-light-mode-only", "gh-dark-mode-only"}  # of two pictures GitHub shows one
+
+
+@pytest.mark.parametrize("path", [*WRITTEN, ROOT / "CHANGELOG.md"], ids=name_of)
+def test_every_link_leads_somewhere(path):
+    assert broken_links_of(path, path.read_text()) == []
+
+
+def test_a_link_to_nowhere_is_found(tmp_path):
+    (tmp_path / "other.md").write_text("# Other\n")
+    text = "# A head, here\n[a](#a-head-here) [b](#b) [c](none.md) [d](other.md#look)\n"
+    (tmp_path / "page.md").write_text(text)
+    found = broken_links_of(tmp_path / "page.md", text)
+    assert found == ["there is no #b in ", "none.md leads nowhere", "there is no #look in other.md"]
+
+
+# ------------------------------------------------------------------------------------ site
+
+
+@pytest.fixture(scope="module")
+def site():
+    return load_script(DOCS / "site" / "build.py")
 
 
 @pytest.fixture(scope="module")
 def reference():
-    """Return the script that builds the reference, as a module."""
-    return load_script(DOCS / "build_reference.py")
+    pytest.importorskip("griffe")
+    return load_script(DOCS / "site" / "reference.py")
 
 
 @pytest.fixture(scope="module")
-def pages(reference):
-    return reference.build()
+def rooms(reference):
+    return reference.read_rooms(reference.load(ROOT))
 
 
-def test_every_public_name_has_a_docstring_and_every_link_leads_somewhere(reference, pages):
-    built = {reference.BUILT / name: text for name, text in pages.items()}
-    assert reference.gaps() == []
-    assert reference.broken_links(built | {path: path.read_text() for path in WRITTEN}) == []
+def test_the_front_page_lists_every_page_and_its_lists_are_the_navigation(site):
+    navigation, problems = site.read_navigation((DOCS / "index.md").read_text(), site.find_pages())
+    assert problems == []
+    groups = [title for group in navigation for title in group]
+    assert groups == ["Home", "Tutorial", "How-to", "Explanation", "Reference", "Benchmarks"]
 
 
-def test_the_reference_begins_with_tk_and_the_families_in_the_order_of_the_alphabet(pages):
-    tk, families = pages["index.md"].split("## Families")
-    names = re.findall(r"^- \[`tk\.(\w+)`\]", tk, re.MULTILINE)
-    rooms = re.findall(r"^### \[trainkit\.([\w.]+)\]", families, re.MULTILINE)
-    assert (names, rooms) == (sorted(names, key=str.lower), sorted(rooms))
-    listed = {*names, *(room.split(".")[-1] for room in rooms)}
-    assert listed == set(trainkit.__all__) - {"text", "weights", "post", "tools"}
-    assert "](internals.md)" in families
+def test_a_page_in_no_list_is_a_problem_and_a_new_one_stands_where_it_is_listed(site):
+    pages = {DOCS / name: name for name in ("index.md", "a.md", "b/c.md", "d.md")}
+    text = "# Front\n## Learn\n- [A](a.md): first.\n## Do\n### Now\n- [C](b/c.md)\n## None\n"
+    navigation, problems = site.read_navigation(text, pages)
+    assert navigation == [
+        {"Home": "index.md"},
+        {"Learn": [{"A": "a.md"}]},
+        {"Do": [{"Now": [{"C": "b/c.md"}]}]},
+    ]
+    assert [problem.partition(" is in no list")[0] for problem in problems] == ["docs/d.md"]
+    assert (
+        site.as_toml(navigation[:2])
+        == '[{ "Home" = "index.md" }, { "Learn" = [{ "A" = "a.md" }] }]'
+    )
 
 
-def test_the_reference_names_nothing_private(pages):
-    text = "\n".join(pages.values())
-    names = re.findall(r"(?<![\w./-])_[a-z]\w*", re.sub(r"\(\S*\)", "", text), re.IGNORECASE)
-    assert names == []
+def test_links_to_files_lead_to_pages_of_their_source(site):
+    page, sources = DOCS / "howto" / "new.md", set()
+    pages = {page: "howto/new.md", DOCS / "index.md": "index.md"}
+    text = (
+        "[a](../index.md#b) [c](../../trainkit/step.py#L3) [d](../../trainkit) [e](#f)\n"
+        "```python\n[g](../index.md)\n```\n[h](https://example.org)\n"
+    )
+    assert site.stage(text, page, pages, sources) == (
+        "[a](../index.md#b) [c](../source/trainkit/step.py.md#__codelineno-0-3) "
+        "[d](../reference/index.md) [e](#f)\n"
+        "```python\n[g](../index.md)\n```\n[h](https://example.org)\n"
+    )
+    assert sources == {ROOT / "trainkit" / "step.py"}
 
 
-def test_a_link_to_nowhere_is_found(reference):
-    page = reference.BUILT / "page.md"
-    text = "# A head, here\n[a](#a-head-here) [b](#b) [c](other.md) [d](../../index.md#look)\n"
-    found = [problem.partition(": ")[2] for problem in reference.broken_links({page: text})]
-    assert found == ["there is no #b in page.md", "other.md leads nowhere"]
+def test_a_notebook_is_a_page_of_its_text_code_and_output(site, tmp_path):
+    output = {"output_type": "stream", "text": ["2\n"]}
+    cells = [
+        {"cell_type": "markdown", "source": ["# One\n", "and one"]},
+        {"cell_type": "code", "source": ["print(2)"], "outputs": [output]},
+    ]
+    (tmp_path / "one.ipynb").write_text(json.dumps({"cells": cells}))
+    shown = "# One\nand one\n\n```python\nprint(2)\n```\n\n```text\n2\n```\n"
+    assert site.notebook_page(tmp_path / "one.ipynb") == shown
+
+
+def test_a_broken_link_of_the_built_site_is_found(site, tmp_path):
+    (tmp_path / "a.html").write_text('<h2 id="x"></h2><a href="b.html#y"></a><a href="#x"></a>')
+    (tmp_path / "b.html").write_text('<a href="a.html#z"></a><img src="none.png"><a href="a.html">')
+    assert site.find_broken_links(tmp_path) == [
+        "a.html: b.html#y: there is no such heading",
+        "b.html: a.html#z: there is no such heading",
+        "b.html: none.png leads nowhere",
+    ]
+
+
+def test_what_the_generator_complains_of_is_an_error(site, tmp_path, monkeypatch):
+    monkeypatch.setattr(site, "BUILD", tmp_path)
+    (tmp_path / "site").mkdir()
+
+    def build(*_, **__):
+        (tmp_path / "site").mkdir()
+        (tmp_path / "site" / "index.html").touch()
+        text = "Build started\ngriffe: a.py:1: No type\nNo issues found\nBuild finished in 3s\n"
+        return mock.Mock(stdout=text, returncode=0)
+
+    monkeypatch.setattr(site.subprocess, "run", build)
+    assert site.run_zensical([]) == ["griffe: a.py:1: No type"]
+
+
+def test_without_the_generator_the_reason_is_printed(site, monkeypatch, capsys):
+    monkeypatch.setattr(site.importlib.util, "find_spec", lambda _: None)
+    assert site.main() == 1
+    assert "zensical, griffe, mkdocstrings not installed here" in capsys.readouterr().out
+
+
+def test_the_reference_has_every_name_of_tk_and_of_every_table(reference, rooms):
+    assert reference.find_undocumented(rooms) == []
+    modules = {room.split(".")[-1] for room in rooms}
+    listed = modules | set(rooms["trainkit"][1]) | {"text", "weights", "post", "tools"}
+    assert set(trainkit.__all__) <= listed
+    pages = reference.write_pages(rooms)
+    assert "::: trainkit.batch.shards.zigzag_shard\n" in pages["batch.md"]
+    assert "[`tk.zigzag_shard`](batch.md#trainkit.batch.shards.zigzag_shard)" in pages["index.md"]
+
+
+def test_a_public_name_without_a_docstring_is_found(reference, tmp_path):
+    (tmp_path / "trainkit").mkdir()
+    (tmp_path / "trainkit" / "__init__.py").write_text("from trainkit.a import f\n")
+    (tmp_path / "trainkit" / "a.py").write_text("def f():\n    pass\n")
+    found = reference.find_undocumented(reference.read_rooms(reference.load(tmp_path)))
+    assert found == ["trainkit.f has no docstring"]
+
+
+def test_records_have_the_signature_of_their_constructor(reference, tmp_path):
+    griffe = pytest.importorskip("griffe")
+    (tmp_path / "records.py").write_text(
+        "import attrs\n@attrs.frozen\nclass A:\n    x: int\n"
+        "    y: list = attrs.field(factory=list)\n    z: int = attrs.field(default=3)\n"
+    )
+    extensions = griffe.Extensions(reference.AttrsInit())
+    module = griffe.load("records", search_paths=[tmp_path], extensions=extensions)
+    found = {p.name: p.default and str(p.default) for p in module["A"].parameters}
+    assert found == {"self": None, "x": None, "y": "...", "z": "3"}
