@@ -97,7 +97,7 @@ from trainkit.types import (
     TrainState,
 )
 from trainkit.weights import checkpoint
-from trainkit.weights.checkpoint.components import Components
+from trainkit.weights.checkpoint.components import Components, ComponentStates, copy_components
 from trainkit.weights.checkpoint.emergency_save import UnsavedState
 from trainkit.weights.checkpoint.facts import Facts
 from trainkit.weights.checkpoint.guard import Guard
@@ -643,6 +643,8 @@ class Loop:
     _last_step: int = 0
     _optimizer_steps: int = 0
     _optimizer_steps_of_current: int = 0
+    _component_states: ComponentStates | None = None  # copies, as they are with `_current`
+    _can_copy_components: bool = True  # until they are too large
     _read_step: int | None = None  # at which the readings of all ranks were gathered last
     _reported: set[tuple[int, str]] = attrs.field(factory=set)  # ranks and what is wrong with them
 
@@ -907,6 +909,7 @@ class Loop:
         """
         if self._divergence and self._policy.on_divergence == "stop":
             raise self._make_divergence_error(state.step)
+        self._copy_components()  # a save has their states of this moment
         is_save_due = self._is_save_due(state) or self._best_step == state.step
         vote = self._run.vote()
         self._steering.settle_checks(state.step)
@@ -996,7 +999,18 @@ class Loop:
         """Note that the stages and the optimizer have this state, and return it."""
         self._current = state
         self._optimizer_steps_of_current = self._optimizer_steps
+        self._copy_components()
         return state
+
+    def _copy_components(self) -> None:
+        """Copy the states of components, for a save after an error in the next step."""
+        if self._run.components and self._can_copy_components:
+            self._component_states = None
+            with contextlib.suppress(ConfigError):  # the next save raises it
+                self._component_states = copy_components(
+                    self._run.components, rank=self._run.ps.world.index
+                )
+            self._can_copy_components = self._component_states is not None
 
     def _read_pending(self, state: TrainState, guard: Guard | None = None) -> TrainState:
         """Write the metrics of the pending steps and check them, one by one.
@@ -1093,11 +1107,13 @@ class Loop:
         state = self._current
         if state is None or isinstance(error, NumericsError) or self._is_saved(state.step):
             return None
-        if self._run.components:
-            # Nothing shows whether they have moved on: a sampler has with the batch of the step.
+        # Before `_read_pending`, which copies them again: they may have moved on by now.
+        components = self._component_states
+        if self._run.components and components is None:
             print_warning(
                 f"step {state.step} is not saved after the error: the components "
-                f"{', '.join(self._run.components)} may already have the state of a later step"
+                f"{', '.join(self._run.components)} may already have the state of a later step, "
+                "and are too large to be copied after each one, or hold what no checkpoint can"
             )
             return None
         after_peer_error = is_echo(error) or isinstance(error, PeerError)
@@ -1113,7 +1129,9 @@ class Loop:
             state = self._read_pending(state, self._check_alone)
         except NumericsError:  # all ranks decide together about what follows from it
             return None
-        return UnsavedState(state, print_to_stderr, self._get_score(state.step), after_peer_error)
+        return UnsavedState(
+            state, print_to_stderr, self._get_score(state.step), after_peer_error, components
+        )
 
     def _is_saved(self, step: int) -> bool:
         # A save that was started may have failed: the disk has the last word.

@@ -460,16 +460,29 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path, capsys):
     average, draw = train(tmp_path / "whole")
     with pytest.raises(SystemExit):
         train(tmp_path / "killed", fail_at=6)
-    # The draw of step 6 has been taken: a save of step 5 would hold it.
-    assert "step 5 is not saved after the error: the components average, draw" in (
-        capsys.readouterr().err
-    )
+    # The draw of step 6 has been taken, and the save of step 5 does not have it.
+    assert "step 5, the last one before the error, is saved" in capsys.readouterr().err
     newest = list_checkpoints(tmp_path / "killed/checkpoints")[0]
-    assert newest.name == "step_00000003"
+    assert newest.name == "step_00000005"
     average_again, draw_again = train(tmp_path / "killed")
     assert draw_again.seen == draw.seen
     assert average_again.weights["weight"].equal(average.weights["weight"])
     assert final(tmp_path / "killed") == final(tmp_path / "whole")
+
+
+def test_large_components_are_not_saved_after_an_error(tmp_path, capsys):
+    large = {"large": Own({"x": torch.zeros((1 << 18) + 1)})}
+    with pytest.raises(SystemExit):
+        train(tmp_path / "large", fail_at=6, extra=large)
+    assert (
+        "average, draw, large may already have the state of a later step" in capsys.readouterr().err
+    )
+    assert list_checkpoints(tmp_path / "large/checkpoints")[0].name == "step_00000003"
+    with pytest.raises(SystemExit):
+        train(tmp_path / "long", fail_at=6, extra={"long": Own({"x": [0] * 101})})
+    assert (
+        "average, draw, long may already have the state of a later step" in capsys.readouterr().err
+    )
 
 
 def test_final_json_covers_components(tmp_path):
@@ -508,13 +521,13 @@ def test_a_state_that_goes_bad_ends_the_run(tmp_path, capsys):
 
     class Turns(Own):
         def state_dict(self):
-            self.state["calls"] = self.state.get("calls", 0) + 1
-            return {"x": {1, 2}} if self.state["calls"] > 2 else {"x": 1}
+            return {"x": {1, 2} if list_checkpoints(tmp_path / "checkpoints") else 1}
 
     with pytest.raises(SystemExit):
         train(tmp_path, extra={"own": own, "turns": Turns({})}, last=20)
     assert "turns/x of the components is a `builtins.set`" in capsys.readouterr().err
-    assert [save["step"] for save in events(tmp_path, "save")] == [3]
+    saves = events(tmp_path, "save")
+    assert [(save["step"], save["path"] is None) for save in saves] == [(3, False), (6, True)]
 
 
 # --------------------------------------------------------------------------------------- two ranks
@@ -647,5 +660,7 @@ def test_two_ranks_go_on_bit_for_bit(tmp_path):
     whole = run_ranks(train_on_two, 2, tmp_path / "whole", None)
     assert whole[0] != whole[1]
     run_ranks(train_on_two, 2, tmp_path / "killed", 6)
+    # Each rank's draws as they were after the last step before the error.
+    assert list_checkpoints(tmp_path / "killed/checkpoints")[0].name == "step_00000005"
     assert run_ranks(train_on_two, 2, tmp_path / "killed", None) == whole
     assert final(tmp_path / "killed") == final(tmp_path / "whole")

@@ -27,6 +27,12 @@ from trainkit.weights.checkpoint.component_trees import (
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,99}")
 _MAX_VALUES = 100_000  # plain values of all components; a million would slow every save
+MAX_COPIED = 1 << 20
+"""The most bytes of all components on a rank that are copied after each step."""
+
+MAX_COPIED_VALUES = 100
+"""The most values, tensors among them, of components that are copied after each step."""
+
 _MAX_NAME = 400  # letters of a tensor's name, before a number that makes it unique
 
 
@@ -111,6 +117,7 @@ class ComponentStates:
     replicated: Mapping[str, Tensor]
     sharded: Mapping[str, Tensor]
     own: Mapping[str, Tensor]
+    values: int = 0  # of all trees, tensors among them
 
 
 def read_components(components: Components | None, *, rank: int, by: str) -> ComponentStates:
@@ -155,7 +162,46 @@ def read_components(components: Components | None, *, rank: int, by: str) -> Com
     replicated = {name: x for name, x in common.tensors.items() if name not in sharded}
     for name, tree in trees.items():
         tree["sharded"] = [x for x in sharded if x.startswith(f"{TENSORS}{name}/")]
-    return ComponentStates(trees, replicated, sharded, own.tensors)
+    return ComponentStates(trees, replicated, sharded, own.tensors, common.values + own.values)
+
+
+def copy_components(components: Components | None, *, rank: int) -> ComponentStates | None:
+    """Copy the states of components, so that they can be saved when the objects have moved on.
+
+    Args:
+        components: The components.
+        rank: This rank.
+
+    Returns:
+        Their states, with tensors of their own on the same devices; None if they have more than
+        `MAX_COPIED` bytes on this rank, or more than `MAX_COPIED_VALUES` values,
+        since a copy after each step would then slow a run.
+
+    Raises:
+        ConfigError: A state holds what no checkpoint can.
+
+    Effects:
+        Calls `state_dict` of each component. No host sync.
+
+    Examples:
+        >>> layer = nn.Linear(1, 1)
+        >>> states = copy_components({"layer": layer}, rank=0)
+        >>> _ = layer.weight.data.fill_(7)
+        >>> bool(states.replicated["components/layer/weight"] == 7)
+        False
+        >>> copy_components({"layer": nn.Linear(512, 512)}, rank=0) is None
+        True
+    """
+    read = read_components(components, rank=rank, by="copy_components")
+    groups = read.replicated, read.sharded, read.own
+    locals_ = [get_local_box(x).local for group in groups for x in group.values()]
+    is_large = sum(x.numel() * x.element_size() for x in locals_) > MAX_COPIED
+    if is_large or read.values > MAX_COPIED_VALUES:
+        return None
+    replicated, sharded, own = (
+        {name: x.detach().clone() for name, x in group.items()} for group in groups
+    )
+    return attrs.evolve(read, replicated=replicated, sharded=sharded, own=own)
 
 
 def check_components(components: Components | None, axis: Axis, *, by: str) -> None:

@@ -300,7 +300,7 @@ class _Saver:
         def take() -> Snapshot:
             check_awake(self.stages, by="save")  # here, so that its error is logged
             # With facts on every rank: any of them may be the last to write, and so commit.
-            return self.take(state, facts_at(self.facts, state.cursor.batch))
+            return self.take(state, facts_at(self.facts, state.cursor.batch), last.components)
 
         try:
             path = write_and_commit(

@@ -26,6 +26,7 @@ from trainkit.weights.checkpoint.boxes import (
 from trainkit.weights.checkpoint.component_trees import TENSORS
 from trainkit.weights.checkpoint.components import (
     Components,
+    ComponentStates,
     get_component_boxes,
     read_components,
 )
@@ -93,7 +94,8 @@ class Snapshot:
     replicas: tuple[TensorFile, ...] = ()
 
 
-TakeSnapshot = Callable[[TrainState, Mapping[str, Any]], Snapshot]
+TakeSnapshot = Callable[..., Snapshot]
+"""`TakeSnapshot(state, facts, states=None)`; see `make_snapshot_taker`."""
 
 
 def make_snapshot_taker(
@@ -104,7 +106,9 @@ def make_snapshot_taker(
 ) -> TakeSnapshot:
     """Return `take(state, facts)`, which copies what this rank writes of a state to host memory.
 
-    Each snapshot reuses the memory of the previous one, which must have been written by then.
+    `take(state, facts, states)` has these states of the components, in place of those that the
+    objects have now. Each snapshot reuses the memory of the previous one, which must have been
+    written by then.
 
     Args:
         stages: This rank's stages.
@@ -133,13 +137,15 @@ def make_snapshot_taker(
     component_memory = _Memory(f"components_{ps.world.index:05d}")
     replica_memory = _Memory("")
 
-    def take(state: TrainState, facts: Mapping[str, Any]) -> Snapshot:
+    def take(
+        state: TrainState, facts: Mapping[str, Any], states: ComponentStates | None = None
+    ) -> Snapshot:
         # Device scalars are read here; the thread that writes only touches host memory.
         health = {x: v.item() if isinstance(v, Tensor) else v for x, v in state.health.items()}
         state = attrs.evolve(state, tokens=int(state.tokens), health=health)
         boxes = get_boxes_to_write(stages, optimizer, ps)
         check_optimizer(stages, optimizer)
-        read = read_components(components, rank=ps.world.index, by="save_checkpoint")
+        read = states or read_components(components, rank=ps.world.index, by="save_checkpoint")
         # Before the copy: a state that cannot be saved raises while the old snapshot is intact.
         described = _describe_state(state, optimizer, ps, facts)
         # A buffer may be infinite on purpose: a mask, for instance.
@@ -154,7 +160,7 @@ def make_snapshot_taker(
         sources = boxes | written | compared
         saved = [box for file in (*files, *more, *replicas) for box in file.boxes]
         _copy([sources[box.name][1].local for box in saved], [box.values for box in saved])
-        states = optimizer_state(stages, optimizer)
+        moments = optimizer_state(stages, optimizer)
         copies = find_tied_copies(stages)
         return Snapshot(
             state=state,
@@ -162,10 +168,10 @@ def make_snapshot_taker(
             tensors={**tensors, **entries},
             scalars={
                 name: {key: x for key, x in values.items() if not isinstance(x, Tensor)}
-                for name, values in states.items()
+                for name, values in moments.items()
                 if name not in copies
             },
-            untouched=[name for name, values in states.items() if not values],
+            untouched=[name for name, values in moments.items() if not values],
             described=described,
             components=read.trees,
             replicas=replicas,
