@@ -44,9 +44,10 @@ a debug model on one GPU and in 17 layouts of up to 8 GPUs, from one seed: after
 something else than the certificate: it is another model, in development then, with experts, and
 each layout drew initial values of its own, as the losses of the first step, before any update, show
 (12.03 to 12.08). So they say nothing against these layouts. They cannot say much for them either:
-seven of the twelve mistakes in the middle leave the first loss as it is. A later pull request there
-begins every layout [from one checkpoint](https://github.com/pytorch/torchtitan/pull/4313). Here the
-initial value of an element is a function of the seed, its parameter's name and its index.
+seven of the twelve mistakes in the middle leave the first loss as it is. Later rows of the thread
+begin from one checkpoint: [others work on this in
+public](comparison.md#what-others-are-still-working-on). Here the initial value of an element is a
+function of the seed, its parameter's name and its index.
 """
 
 

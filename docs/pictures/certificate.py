@@ -158,7 +158,7 @@ def draw(numbers: tuple[list, list], file: Path, theme: dict) -> None:
     with mpl.rc_context(style):
         figure, panels = plt.subplots(
             *(1, 3),
-            figsize=(10.5, 4),
+            figsize=(9.4, 3.8),
             width_ratios=[3.4, 1.1, 1.5],
             sharey=True,
             layout="constrained",

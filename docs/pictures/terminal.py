@@ -90,12 +90,11 @@ def main() -> None:
     """Run the recipe, and write the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--step", type=int, default=60, help="the step to draw (default: 60)")
-    parser.add_argument("--peak-flops", default="1.1e11", help="of the processor, for mfu")
     options = parser.parse_args()
     command = "python recipes/pretrain.py --steps 100 --eval-every 40 --sample 60"
     with tempfile.TemporaryDirectory() as out:
-        words = [sys.executable, *command.split()[1:], "--peak-flops", options.peak_flops]
-        screen = watch([*words, "--out", f"{out}/run"], until=rf"step {options.step}/")
+        words = [sys.executable, *command.split()[1:], "--out", f"{out}/run"]
+        screen = watch(words, until=rf"step {options.step}/")
     (HERE / "terminal.svg").write_text(draw(screen, command))
 
 
