@@ -203,6 +203,7 @@ def _interrupt_thread(seconds: float) -> Iterator[None]:
 
     thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
+
     def end() -> None:
         nonlocal is_over
         with lock:
