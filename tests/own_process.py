@@ -1,4 +1,4 @@
-"""Let this process be a recipe's own for a while, as it is inside `run_main`, which would end it."""
+"""Let this process be a recipe's own for a while, as inside `run_main`, which would end it."""
 
 import contextlib
 

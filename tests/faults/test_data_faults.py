@@ -49,9 +49,13 @@ def start(recipe, tmp_path):
         before = signal.signal(signal.SIGALRM, hang)
         signal.alarm(60)
         try:
-            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
-                with own_process(), report_errors():
-                    recipe.main([str(flag) for flag in (*given, "--eval-every", 0, *flags)])
+            with (
+                contextlib.redirect_stdout(printed),
+                contextlib.redirect_stderr(errors),
+                own_process(),
+                report_errors(),
+            ):
+                recipe.main([str(flag) for flag in (*given, "--eval-every", 0, *flags)])
             return 0, printed.getvalue()
         except SystemExit as end:
             last = errors.getvalue().rstrip().splitlines()[-1]

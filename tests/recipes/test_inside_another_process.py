@@ -9,11 +9,11 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import threading
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import attrs
@@ -21,17 +21,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from recipe_runs import SMALL, loaded, nano_config, with_short_texts, without_pictures
+from recipe_runs import SMALL, lines, loaded, nano_config, with_short_texts, without_pictures
 
 from trainkit import models, optim
 from trainkit.mesh import solo_parallel
-from trainkit.run import control_run, get_exit_code, watch_ranks
+from trainkit.run import Timeouts, control_run, get_exit_code, open_run, watch_ranks, watchdog
 from trainkit.text.tokenizers import open_tokenizer
 from trainkit.tools.testing import run_ranks
-from trainkit.types import ConfigError, DataError, PeerError, TrainState
-from trainkit.weights.checkpoint import list_checkpoints, save_checkpoint
-from trainkit.run import watchdog
+from trainkit.types import CheckpointError, ConfigError, DataError, PeerError, TrainState
+from trainkit.weights.checkpoint import save_checkpoint
 
+TIMEOUTS = Timeouts(start_timeout=60.0)
 TRAINING = ("pretrain", "mixture", "moe", "long_context", "distill", "finetune", "preference")
 RECIPES = (*TRAINING, "reinforce", "evaluate", "generate")
 
@@ -51,7 +51,7 @@ def describe_process():
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "files": sorted(_list_files()),
         "children": Path(f"/proc/self/task/{os.getpid()}/children").read_text(),
-        "directory": os.getcwd(),
+        "directory": Path.cwd(),
         "umask": _read_umask(),
         "streams": [
             (s, vars(s).get("write"), vars(s).get("flush"))
@@ -74,7 +74,9 @@ def describe_process():
             torch.is_anomaly_enabled(),
             torch.get_default_device(),
         ),
-        "noise": (torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()),
+        "noise of torch": torch.get_rng_state().tolist(),
+        "noise of numpy": np.random.get_state()[1].tolist(),  # noqa: NPY002 -- the caller's
+        "noise of Python": random.getstate(),
         "file of __main__": getattr(sys.modules["__main__"], "__file__", None),
     }
 
@@ -92,9 +94,9 @@ def _read_umask():
 
 
 def _list_files():
-    for name in os.listdir("/proc/self/fd"):
+    for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # that of the listing itself
-            yield name, os.readlink(f"/proc/self/fd/{name}")
+            yield path.name, str(path.readlink())
 
 
 def assert_unchanged(before, after):
@@ -112,7 +114,7 @@ def call(recipe, flags):
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
-        patch.setattr("trainkit.models.make_decoder_config", nano_config)
+        patch.setattr("trainkit.models.make_decoder_config", partial(nano_config, layers=2))
         code = loaded(recipe).main([str(flag) for flag in flags])
     assert "TRAINKIT_ERROR" not in err.getvalue()
     return code or 0, out.getvalue()
@@ -148,9 +150,11 @@ def flags_of(tmp_path_factory):
     base = home / "base"
     save_checkpoint(base, TrainState(), [model], optimizer, solo_parallel(), facts=facts)
     text = home / "text"
-    rows = "--row-length 64 --rows 4 --microbatch 2 --warmup 1 --schedule-steps 8".split()
+    rows = "--row-length 64 --rows 4 --microbatch 2 --warmup 1 --schedule-steps 8"
+    rows = rows.split()
     small = [*SMALL.split(), "--eval-every", 0]
-    sampling = "--supervised 2 --prompts 2 --answers 2 --updates 2 --save-every 2".split()
+    sampling = "--supervised 2 --prompts 2 --answers 2 --updates 2 --save-every 2"
+    sampling = sampling.split()
     flags = {
         "pretrain": [*small, "--data", text],
         "mixture": [*small, "--data", text, home / "texts.jsonl"],
@@ -182,3 +186,136 @@ def test_a_recipe_leaves_the_process_of_another_as_it_was(recipe, flags_of, tmp_
     before = describe_process()
     assert call(recipe, flags_of(recipe, tmp_path / "second"))[0] == 0
     assert_unchanged(before, describe_process())
+
+
+def test_what_flags_set_in_torch_is_put_back(flags_of, tmp_path):
+    asked = "--deterministic --matmul high --profile 1:1 --anomaly --layers-every 1"
+    call("pretrain", flags_of("pretrain", tmp_path / "first"))
+    before = describe_process()
+    assert call("pretrain", [*flags_of("pretrain", tmp_path / "run"), *asked.split()])[0] == 0
+    assert_unchanged(before, describe_process())
+
+
+KEPT = ("signal handlers", "wake-up", "timer", "hooks", "faulthandler", "garbage", "environment")
+
+
+def test_nothing_is_trapped_while_it_trains(tmp_path):
+    with seen_after_a_step(tmp_path) as (before, during):
+        for name in (*KEPT, "streams", "blocked signals", "exit functions", "warnings"):
+            assert during[name] == before[name], name
+    assert_unchanged(before, describe_process())
+
+
+@pytest.mark.usefixtures("own_process")
+def test_in_a_process_of_its_own_signals_and_garbage_are_the_run_s(tmp_path):
+    """What the test above looks at, it sees."""
+    with seen_after_a_step(tmp_path) as (before, during):
+        changed = {name for name, value in before.items() if during[name] != value}
+    assert {"signal handlers", "wake-up", "garbage"} <= changed
+
+
+@contextlib.contextmanager
+def seen_after_a_step(folder):
+    """Yield what was in this process before a run, and inside of its loop."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    before = describe_process()
+    with open_run(folder, timeouts=TIMEOUTS) as run:
+        state = run.resume([model], optimizer)
+        with run.loop(state, [model], optimizer, steps=1, replay=None):
+            yield before, describe_process()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (DataError("document 7 is torn"), 65),
+        (ValueError("a flag"), 64),
+        (KeyboardInterrupt(), 76),
+        (ZeroDivisionError("a bug"), 70),
+    ],
+)
+def test_an_error_is_raised_as_it_is_and_recorded_in_the_directory(error, code, tmp_path, capsys):
+    before = describe_process()
+    with pytest.raises(type(error)) as caught, open_run(tmp_path, timeouts=TIMEOUTS):
+        raise error
+    assert caught.value is error
+    assert get_exit_code(error) == code
+    assert type(error).__name__ in (tmp_path / "errors" / "rank_00000.txt").read_text()
+    assert capsys.readouterr().err == ""  # it is the caller's to print
+    assert_unchanged(before, describe_process())
+
+
+def test_a_flag_or_a_directory_that_is_refused_is_an_error_with_its_code(flags_of, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        call("pretrain", ["--stpes", 2])
+    assert get_exit_code(caught.value) == 64
+    flags = flags_of("pretrain", tmp_path / "run")
+    call("pretrain", flags)
+    with pytest.raises(CheckpointError, match="seed") as caught:
+        call("pretrain", [*flags, "--seed", 7])
+    assert get_exit_code(caught.value) == 66
+
+
+def test_a_request_stops_it_with_75_and_the_next_call_resumes(flags_of, tmp_path):
+    """In a thread that is not the main one, as in a worker of Ray."""
+    out = tmp_path / "run"
+    flags = [*flags_of("pretrain", out), "--steps", 100_000]
+    found = []
+    thread = threading.Thread(target=lambda: found.append(call("pretrain", flags)))
+    thread.start()
+    while not (out / "metrics.jsonl").exists() and thread.is_alive():
+        time.sleep(0.05)
+    control_run(out, "stop")
+    thread.join()
+    [(code, printed)] = found
+    assert code == 75
+    assert "stopped after step" in printed
+    step = lines(out)[-1]["step"]
+    assert call("pretrain", [*flags, "--steps", step + 2])[0] == 0
+    assert [line["step"] for line in lines(out)] == list(range(1, step + 3))
+
+
+def test_the_watch_ends_no_process_and_its_verdict_is_raised_at_the_next_phase(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(watchdog, "_TICK", 0.01)
+    for name in ("end_process", "end_without_disk", "_show_crashes"):
+        monkeypatch.delattr(watchdog, name)
+    monkeypatch.delattr(watchdog.peers, "kill_member")
+    messages = []
+    world = solo_parallel().world
+
+    def hang():
+        with watch_ranks(tmp_path, world, owns_process=False, log=messages.append) as phase:
+            phase("step 1", allow=0.05)
+            while not messages:
+                time.sleep(0.01)
+            phase("step 2", allow=60)
+
+    with pytest.raises(PeerError, match="rank 0") as caught:
+        hang()
+    assert messages == [f"error: {caught.value}"]
+    assert "step 1" in messages[0]
+
+
+def train_in_an_open_group(folder):
+    """Train on this rank of a group that is open; return what has changed in the process."""
+    group = dist.group.WORLD
+    flags = ["--steps", 2, *SMALL.split(), "--eval-every", 0, "--data", folder / "text"]
+    call("pretrain", [*flags, "--out", folder / "first"])
+    before = describe_process()
+    call("pretrain", [*flags, "--out", folder / "second"])
+    after = describe_process()
+    assert dist.group.WORLD is group
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    # Connections of groups that are closed go when gloo's own threads get to it.
+    return total.item(), [x for x in before if x != "files" and after[x] != before[x]]
+
+
+def test_a_process_group_that_is_open_is_used_and_stays(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("\n".join(f"{i} + 1 is {i + 1}" for i in range(400)))
+    (tmp_path / "text" / "b.txt").write_text("\n".join(f"{i} - 1 is {i - 1}" for i in range(400)))
+    assert run_ranks(train_in_an_open_group, 2, tmp_path) == [(2.0, [])] * 2

@@ -12,11 +12,12 @@ import functools
 import io
 import math
 import os
+import random
 import re
 import reprlib
 import sys
 import tomllib
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -419,7 +420,11 @@ def load_config(config_type: type[T], argv: Sequence[str] | None = None) -> T:
     default = _read_file(config_type, file, tyro.MISSING) if file else tyro.MISSING_NONPROP
     errors = io.StringIO()
     # Validators run below instead, so that all problems are found, not only the first.
-    with attrs.validators.disabled(), contextlib.redirect_stderr(errors):
+    with (
+        attrs.validators.disabled(),
+        contextlib.redirect_stderr(errors),
+        _restore_random_state(),  # tyro's cache draws from it
+    ):
         try:
             config = tyro.cli(
                 config_type,
@@ -437,6 +442,16 @@ def load_config(config_type: type[T], argv: Sequence[str] | None = None) -> T:
     _raise_all(_find_broken_rules(config), "command line")
     attrs.validate(config)  # rules that compare records
     return config
+
+
+@contextlib.contextmanager
+def _restore_random_state() -> Iterator[None]:
+    """Restore the state of Python's own generator at the end, which is the caller's."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
 
 
 def read_config(config_type: type[T], path: str | Path) -> T:
