@@ -2,10 +2,12 @@
 
 import contextlib
 import http.server
+import os
 import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 
@@ -164,11 +166,13 @@ def test_another_program_at_the_address_is_named_by_what_it_answers(rank, monkey
 def test_who_waits_says_for_whom(monkeypatch, capfd):
     monkeypatch.setattr(rendezvous_store, "_REMINDER", 0.1)
     store = dist.HashStore()
-    launch = Launch(0, 3, 0, address="node7", port=29500)
-    rendezvous_store._open_entries(store).add("count", 1)
-    rendezvous_store._open_entries(store).set("rank/1", '{"rank":2,"world":3,"host":"a","pid":7}')
-    with pytest.raises(PeerError, match="still waiting for rank 1 of 3"):
-        rendezvous_store.session_name(launch, store, time.monotonic() + 0.5)
+    first, second = (Launch(rank, 3, 0, address="node7", port=29500) for rank in (0, 2))
+    soon = time.monotonic() + 0.5
+    begin = [partial(rendezvous_store.session_name, x, store, soon) for x in (first, second)]
+    with ThreadPoolExecutor(2) as threads:
+        for future in [threads.submit(one) for one in begin]:
+            with pytest.raises(PeerError, match="still waiting for rank 1 of 3"):
+                future.result()
     said = capfd.readouterr().err.splitlines()
     assert 1 <= len(said) <= 5
     assert "rank 0 has been waiting for rank 1 of 3 for 0 s, at node7:29500" in said[0]
@@ -176,6 +180,54 @@ def test_who_waits_says_for_whom(monkeypatch, capfd):
     with pytest.raises(PeerError, match="rank 1 of 2 was waiting for rank 0"):
         rendezvous._wait_for_listener(nobody, time.monotonic() + 0.5)
     assert "rank 1 has been waiting for rank 0 of 2 for" in capfd.readouterr().err
+
+
+def meet(rank, world, store, *, seconds=5.0):
+    """Return what a rank takes from the store: the name of the session."""
+    launch = Launch(rank, world, 0, address="node7", port=29500)
+    return rendezvous_store.session_name(launch, store, time.monotonic() + seconds)
+
+
+def meet_all(store, world=2):
+    """Return the names that all ranks take from a store."""
+    with ThreadPoolExecutor(world) as threads:
+        found = [threads.submit(meet, rank, world, store) for rank in range(world)]
+        return [future.result() for future in found]
+
+
+def test_what_earlier_attempts_left_in_the_store_does_not_keep_ranks_apart():
+    """An agent's store outlives its workers, which may have died at any point of the start."""
+    store = dist.HashStore()
+    first, same = meet_all(store)  # rank 0 died before it cleared this
+    assert first == same
+    second, same = meet_all(store)
+    assert second == same != first
+    with pytest.raises(PeerError, match="rank 1 of 2"):  # rank 0 alone; then both come
+        meet(0, 2, store, seconds=0.1)
+    third, same = meet_all(store)
+    assert third == same not in {first, second}
+    with ThreadPoolExecutor(1) as threads:  # rank 1 waits under the third attempt's name
+        early = threads.submit(meet, 1, 2, store)
+        time.sleep(0.2)
+        assert not early.done()
+        assert meet(0, 2, store) == early.result() not in {first, second, third}
+    rendezvous_store.clear_registrations(store)
+    five, same = meet_all(store, world=3)[1:]
+    assert five == same
+
+
+def join_as_agents_would(restarts, port):
+    """Return the sum over both ranks, which have each another number of restarts."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = restarts[dist.get_rank()]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.barrier()
+    dist.destroy_process_group()
+    with tk.parallel_session() as ps:
+        return int(tk.all_sum(torch.tensor(1), ps.world))
+
+
+def test_ranks_of_agents_that_joined_at_different_times_meet():
+    assert run_ranks(join_as_agents_would, 2, ["1", "0"], free_port()) == [2, 2]
 
 
 def test_who_is_missing_and_what_is_wrong():

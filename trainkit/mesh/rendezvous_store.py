@@ -19,6 +19,7 @@ from trainkit.types import ConfigError, PeerError
 
 _READ_GRACE = 3.0  # seconds that rank 0 waits until the others have read an error
 _REMINDER = 10.0  # seconds between two messages about missing ranks
+_ATTEMPT = "trainkit/attempt"  # the key of the newest attempt's name
 SLACK = 2.0
 """Seconds that the other ranks wait longer than rank 0, for its decision."""
 
@@ -103,14 +104,25 @@ def _format_ranks(missing: Sequence[int], world: int) -> str:
     return f"rank{'s' if len(missing) > 1 else ''} {shown} of {world}"
 
 
-def _open_entries(store: dist.Store) -> dist.Store:
-    # After an elastic restart the agent's store still has the entries of the attempt before.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+def _open_entries(store: dist.Store, attempt: str) -> dist.Store:
     return dist.PrefixStore(f"trainkit/rendezvous/{attempt}", store)
+
+
+def _register(entries: dist.Store, launch: Launch) -> int:
+    """Write the entry of this rank, and return its number, from 1."""
+    own = Registration(launch.rank, launch.world, socket.gethostname(), os.getpid())
+    # An atomic counter: two processes of one rank get an entry each.
+    index = entries.add("count", 1)
+    entries.set(f"rank/{index}", orjson.dumps(attrs.asdict(own)).decode())
+    return index
 
 
 def session_name(launch: Launch, store: dist.Store, deadline: float) -> str:
     """Register this rank, and return the name that rank 0 gives the session.
+
+    A store may have entries of earlier attempts: that of an elastic agent outlives its workers, and
+    agents that joined at different times do not agree on a number of the attempt. So rank 0
+    publishes a name for each attempt, and the others register under the newest.
 
     Raises:
         ConfigError: Two processes have the same rank, or ranks disagree on the world size.
@@ -119,24 +131,21 @@ def session_name(launch: Launch, store: dist.Store, deadline: float) -> str:
     Effects:
         Writes to the store, and waits for all ranks.
     """
-    entries = _open_entries(store)
-    own = Registration(launch.rank, launch.world, socket.gethostname(), os.getpid())
-    # An atomic counter: two processes of one rank get an entry each.
-    index = entries.add("count", 1)
-    entries.set(f"rank/{index}", orjson.dumps(attrs.asdict(own)).decode())
     if launch.rank == 0:
+        attempt = secrets.token_hex(8)
+        entries = _open_entries(store, attempt)
+        _register(entries, launch)
+        store.set(_ATTEMPT, attempt)
         verdict = _wait_for_ranks(entries, launch, deadline)
         entries.set("verdict", orjson.dumps(verdict).decode())
     else:
-        verdict = _wait_for_verdict(entries, launch, deadline + SLACK)
-        entries.add("read", 1)
+        verdict = _wait_for_verdict(store, launch, deadline + SLACK)
     if "name" in verdict:
         return verdict["name"]
-    if launch.rank == 0:  # the store ends with this process: the others must read the error first
-        read_deadline = time.monotonic() + _READ_GRACE
-        readers = verdict["registered"] - 1
-        while entries.add("read", 0) < readers and time.monotonic() < read_deadline:
-            time.sleep(0.02)
+    if launch.rank == 0:
+        _wait_for_readers(store, verdict["registered"] - 1)
+        # An agent's store does not end, and the agent may start all ranks again.
+        clear_registrations(store)
     # There will be no session, and all ranks raise the same error.
     place = f"{launch.address}:{launch.port}"
     if "trouble" in verdict:
@@ -166,11 +175,20 @@ def _wait_for_ranks(entries: dist.Store, launch: Launch, deadline: float) -> Map
             return {"trouble": trouble, "registered": len(registrations)}
         missing = missing_ranks(registrations, launch.world)
         if not missing:
-            return {"name": secrets.token_hex(8)}  # a prefix in the store of each session's own
+            # A prefix in the store of each session's own.
+            return {"name": secrets.token_hex(8), "registered": len(registrations)}
         if time.monotonic() > deadline:
             return {"missing": missing, "registered": len(registrations)}
         waits_for(_format_ranks(missing, launch.world))
         time.sleep(0.005)
+
+
+def _wait_for_readers(store: dist.Store, readers: int) -> None:
+    """Wait until others have read the verdict: a store of rank 0's own ends with its process."""
+    entries = _open_entries(store, _read_attempt(store))
+    deadline = time.monotonic() + _READ_GRACE
+    while entries.add("read", 0) < readers and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def _read_registrations(entries: dist.Store, registrations: list[Registration]) -> None:
@@ -183,21 +201,41 @@ def _read_registrations(entries: dist.Store, registrations: list[Registration]) 
         registrations.append(Registration(**orjson.loads(text)))
 
 
-def _wait_for_verdict(entries: dist.Store, launch: Launch, deadline: float) -> Mapping[str, Any]:
+def _wait_for_verdict(store: dist.Store, launch: Launch, deadline: float) -> Mapping[str, Any]:
+    """Register under the newest attempt, and return what rank 0 has decided."""
     pause = 0.002
     waits_for = make_wait_reporter(launch)
-    registrations: list[Registration] = []
-    while not entries.check(["verdict"]):
-        _read_registrations(entries, registrations)
-        missing = missing_ranks(registrations, launch.world)
+    attempt = None
+    entries = None
+    index = 0
+    while True:
+        newest = _read_attempt(store)
+        if newest and newest != attempt:
+            attempt = newest
+            entries = _open_entries(store, attempt)
+            index = _register(entries, launch)
+        if entries is not None and entries.check(["verdict"]):
+            verdict = orjson.loads(entries.get("verdict"))
+            # A session that has begun without this rank is one of an attempt before.
+            if "name" not in verdict or index <= verdict["registered"]:
+                entries.add("read", 1)
+                return verdict
         # Rank 0 has not decided, so that this rank reports what it sees itself.
         if time.monotonic() > deadline:
+            registrations: list[Registration] = []
+            if entries is not None:
+                _read_registrations(entries, registrations)
+            missing = missing_ranks(registrations, launch.world) if registrations else [0]
             return {"missing": missing, "registered": len(registrations)}
-        if 0 in missing:  # with an agent's store; otherwise rank 0 reports missing ranks
-            waits_for(_format_ranks(missing, launch.world))
+        if entries is None:  # with an agent's store; otherwise rank 0 reports missing ranks
+            waits_for(_format_ranks([0], launch.world))
         time.sleep(pause)
         pause = min(1.5 * pause, 0.1)
-    return orjson.loads(entries.get("verdict"))
+
+
+def _read_attempt(store: dist.Store) -> str:
+    # Without the check, `get` would wait for a key that is not there.
+    return store.get(_ATTEMPT).decode() if store.check([_ATTEMPT]) else ""
 
 
 def clear_registrations(store: dist.Store) -> None:
@@ -206,8 +244,13 @@ def clear_registrations(store: dist.Store) -> None:
     Effects:
         Deletes keys of the store.
     """
-    entries = _open_entries(store)
+    attempt = _read_attempt(store)
+    if not attempt:
+        return
+    # Emptied, not deleted, as the verdict stays: another rank may be about to read them.
+    store.set(_ATTEMPT, "")
+    entries = _open_entries(store, attempt)
     for index in range(1, entries.add("count", 0) + 1):
         entries.delete_key(f"rank/{index}")
-    for key in ("count", "verdict", "read"):
+    for key in ("count", "read"):
         entries.delete_key(key)
