@@ -28,7 +28,9 @@ ROOT = DOCS.parent
 BUILD = DOCS / "_build"  # ignored by git
 PAGES = BUILD / "pages"
 FENCE = re.compile(r"^(```+|~~~+).*?^\1$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+LINK = re.compile(
+    r"""(\]\(|\bsrc(?:set)?=")([^)"\s]+)([)"])"""
+)  # Markdown's, and of pictures in HTML
 HEAD_OR_ITEM = re.compile(r"^(#{2,3}) (.+)$|^- \[([^\]]+)\]\(([^)\s#]+)\)", re.MULTILINE)
 QUIET = re.compile(r"Build started|Build finished.*|No issues found|")
 HIDDEN = "---\nsearch:\n  exclude: true\nhide:\n  - toc\n---\n\n"
@@ -99,7 +101,7 @@ def stage(text: str, path: Path, pages: dict[Path, str], sources: set[Path]) -> 
     def link(match: re.Match[str]) -> str:
         before, (file, sharp, anchor), after = match[1], match[2].partition("#"), match[3]
         target = Path(os.path.normpath(path.parent / file))
-        if not file or "://" in file or not target.exists():
+        if not file or "://" in file or file.startswith("data:") or not target.exists():
             return match[0]  # the check of the site finds the last
         if target in pages:
             to = pages[target]

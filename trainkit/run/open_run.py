@@ -82,6 +82,7 @@ from trainkit.text.tokenizers import tokenizer_hash
 from trainkit.types import (
     Axis,
     Bins,
+    ConfigError,
     ForwardBackward,
     Layout,
     Numerics,
