@@ -13,7 +13,7 @@ import pytest
 SCRIPTS = Path(__file__).parents[1] / ".ci"
 
 
-def call(script, *arguments):
+def call(script, *arguments, env=None):
     """Return a script's exit code and output; whatever it started ends with it."""
     process = subprocess.Popen(
         [SCRIPTS / script, *arguments],
@@ -21,6 +21,7 @@ def call(script, *arguments):
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        env=env,
     )
     try:
         output, _ = process.communicate(timeout=20)
@@ -147,3 +148,18 @@ def test_the_wheel_is_tried_without_the_checkout():
     parts = ['.ci/package "$work/dist"', "pip uninstall", '"/dist/*.whl)[recipes]', "from_wheel\n}"]
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
+
+
+@pytest.mark.parametrize("named", ["", "/does/not/exist/chrome"])
+def test_without_a_browser_the_tests_of_the_page_say_what_to_install(tmp_path, named):
+    for tool in ("bash", "dirname", "mktemp", "env"):  # a machine with these and no browser
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    env = {"PATH": str(tmp_path), "PYTHON": "/does/not/exist/python", "CHROMIUM": named}
+    code, output = call("browser", env=env)
+    assert code == 69
+    [line] = output.splitlines()  # no folder was made, and nothing was installed
+    assert line.startswith(
+        f".ci/browser: no Chromium{f' at {named}' if named else ''}: install one"
+    )
+    assert "apt-get install chromium" in line
+    assert "CHROMIUM=PATH" in line
