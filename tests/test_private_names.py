@@ -209,7 +209,7 @@ PRIVATE = [
         "collectives.py parallel/recompute.py",
         "an exchange whose result selective recomputation can keep",
     ),
-    Private("torch._C", "parallel/offload_state.py", "which has the next"),
+    Private("torch._C", "parallel/offload_state.py run/profiling.py", "which has the next"),
     Private(
         "torch._C._disabled_torch_function_impl",
         "parallel/offload_state.py",
@@ -238,6 +238,12 @@ PRIVATE = [
         "a snapshot of memory, as torch's own pages make it",
     ),
     Private("torch.cuda.memory._dump_snapshot", "run/profiling.py", "the same"),
+    Private("torch._C._autograd", "run/profiling.py", "which has the next"),
+    Private(
+        "torch._C._autograd._enable_record_function",
+        "run/profiling.py",
+        "leaves operations out of a trace; the public switch prints a warning each time",
+    ),
     Private("module._forward_hooks", "parallel/recompute.py", "FSDP's, which it must not see"),
     Private("module._forward_pre_hooks", "parallel/recompute.py", "the same"),
     Private(

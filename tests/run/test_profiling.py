@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import time
 from types import SimpleNamespace
 
 import attrs
@@ -56,6 +57,27 @@ def test_the_steps_that_were_asked_for_are_profiled(tmp_path, capsys):
     assert "aten::mm" in {one["name"] for one in event["operations"]}
     assert 0 <= event["idle"] <= 1
     assert "profile of steps 3 to 4" in capsys.readouterr().out
+
+
+def test_evaluations_and_samples_are_left_out_of_a_trace(tmp_path):
+    found = []
+    with record_phases(), profile(tmp_path, report=found.append):
+        with measure_phase("forward"):
+            _ = torch.ones(8, 8) @ torch.ones(8, 8)
+        for name in ("evaluate", "sample"):
+            with measure_phase(name), measure_phase("forward"), measure_phase("sample"):
+                for _ in range(100):
+                    _ = torch.ones(8, 8).tan()
+                time.sleep(0.05)
+        _ = torch.ones(8, 8).sin()
+    trace = read_trace(tmp_path / "rank_00000.json.gz")
+    names = [event["name"] for event in trace]
+    assert "aten::tan" not in names
+    assert [names.count(name) for name in ("aten::mm", "aten::sin", "evaluate")] == [1, 1, 1]
+    [summary] = found
+    assert summary.left_out > 0.1
+    assert summarize_profile([], on="cpu", seconds=3.0, left_out=1.0).seconds == 2.0
+    assert "evaluations and samples are left out of it, " in str(summary)
 
 
 def test_the_first_step_can_be_profiled(tmp_path, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from torch.profiler import ProfilerActivity
 from trainkit.phases import get_phase_times
 
 _SHOWN = 10  # operations in the table
+# Phases between steps that launch so many operations that a trace of them takes minutes to write.
+_LEFT_OUT = ("evaluate", "sample")
 _MEMORY_ENTRIES = 200_000  # allocations that a snapshot of CUDA's memory can hold
 
 
@@ -34,17 +37,19 @@ class ProfileSummary:
     """What a profile shows at a glance.
 
     Attributes:
-        seconds: The time that was profiled.
+        seconds: The time that was profiled, without what was left out.
         idle: The share of it in which nothing computed: no kernel on an accelerator, otherwise no
             operator of torch in any thread.
         operations: The most expensive operations, in this order.
         on: What the seconds of the operations are of, "cuda" or "cpu".
+        left_out: The seconds of evaluations and samples, which are in no trace.
     """
 
     seconds: float
     idle: float
     operations: tuple[Operation, ...]
     on: str
+    left_out: float = 0.0
 
     def __str__(self) -> str:
         lines = [
@@ -55,6 +60,8 @@ class ProfileSummary:
             f"{one.calls:6d} x  {one.name}"
             for one in self.operations
         ]
+        if self.left_out:
+            lines.append(f"  evaluations and samples are left out of it, {self.left_out:.1f} s")
         return "\n".join(lines)
 
 
@@ -73,14 +80,18 @@ def measure_covered(intervals: Iterable[tuple[float, float]]) -> float:
     return covered
 
 
-def summarize_profile(events: Iterable[Any], *, on: str, seconds: float) -> ProfileSummary:
+def summarize_profile(
+    events: Iterable[Any], *, on: str, seconds: float, left_out: float = 0.0
+) -> ProfileSummary:
     """Return the most expensive operations and the idle share of the events of torch's profiler.
 
     Args:
         events: `torch.profiler.profile(...).events()`.
         on: "cuda" counts kernels, "cpu" operators.
         seconds: The time that was profiled.
+        left_out: The seconds of it that no event is of.
     """
+    seconds -= left_out
     totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     intervals = list[tuple[float, float]]()
     for event in events:
@@ -98,6 +109,7 @@ def summarize_profile(events: Iterable[Any], *, on: str, seconds: float) -> Prof
         idle=min(1.0, max(0.0, 1 - covered / seconds)) if seconds > 0 else 0.0,
         operations=tuple(Operation(name, int(n), total) for name, (n, total) in most_expensive),
         on=on,
+        left_out=left_out,
     )
 
 
@@ -112,8 +124,10 @@ def profile(
     """Profile a block: write a trace, and report the most expensive operations and the idle time.
 
     The trace opens in Perfetto (ui.perfetto.dev) or chrome://tracing. Phases of a step
-    (`measure_phase`) are spans in it. On CUDA a snapshot of the memory is written too, for
-    pytorch.org/memory_viz. The profiler itself makes a block slower, on a CPU often by a third.
+    (`measure_phase`) are spans in it. Evaluations and samples (phases "evaluate" and "sample") are
+    empty spans: their operations, one by one for each token, would make it huge. On CUDA a snapshot
+    of the memory is written too, for pytorch.org/memory_viz. The profiler itself makes a block
+    slower, on a CPU often by a third.
 
     Args:
         folder: Where to write, created if it does not exist; equal on all ranks.
@@ -145,7 +159,7 @@ def profile(
     with (
         _silence_kineto(),
         torch.profiler.profile(activities=activities) as profiler,
-        _mark_phases(),
+        _mark_phases(profiler) as left_out,
     ):
         yield
         if device.type == "cuda":  # so that the kernels of the last step are in the trace
@@ -159,7 +173,8 @@ def profile(
     begin = min((event.time_range.start for event in events), default=0.0)
     end = max((event.time_range.end for event in events), default=0.0)
     on = "cuda" if device.type == "cuda" else "cpu"
-    report(summarize_profile(events, on=on, seconds=(end - begin) / 1e6))
+    seconds = (end - begin) / 1e6
+    report(summarize_profile(events, on=on, seconds=seconds, left_out=sum(left_out)))
 
 
 @contextlib.contextmanager
@@ -177,27 +192,44 @@ def _silence_kineto() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _mark_phases() -> Iterator[None]:
-    """Let the phases of a step be spans of the trace."""
+def _mark_phases(profiler: torch.profiler.profile) -> Iterator[list[float]]:
+    """Let the phases of a step be spans of the trace; yield the seconds that are left out of it."""
     times = get_phase_times()
     spans: list[Any] = []
+    left_out: list[float] = []
+    began: list[tuple[int, float]] = []  # of the outermost phase that is left out: depth, time
 
     def mark(name: str | None) -> None:
         if name is None:
-            if spans:  # not of a phase that the profile began in
-                spans.pop().__exit__(None, None, None)
+            if not spans:  # the end of a phase that the profile began in
+                return
+            if began and began[0][0] == len(spans):
+                left_out.append(time.perf_counter() - began.pop()[1])
+                _collect(profiler, is_on=True)
+            spans.pop().__exit__(None, None, None)
         else:
             spans.append(record_function(name))
             spans[-1].__enter__()
+            if name in _LEFT_OUT and not began:
+                _collect(profiler, is_on=False)
+                began.append((len(spans), time.perf_counter()))
 
     if times is None:
-        yield
+        yield left_out
         return
     before: Callable[[str | None], None] | None = times.mark
     times.mark = mark
     try:
-        yield
+        yield left_out
     finally:
         times.mark = before
         while spans:
             mark(None)
+
+
+def _collect(profiler: torch.profiler.profile, *, is_on: bool) -> None:
+    """Let the profiler record operations and kernels, or not."""
+    # Not the profiler's own switch, which for operations prints a warning each time.
+    torch._C._autograd._enable_record_function(is_on)  # noqa: SLF001
+    if ProfilerActivity.CUDA in profiler.activities:
+        profiler.toggle_collection_dynamic(is_on, [ProfilerActivity.CUDA])

@@ -18,6 +18,7 @@ from trainkit.models.functional import bare
 from trainkit.models.kv_cache import KVCache
 from trainkit.parallel.generation_call import make_call
 from trainkit.parallel.stage_forward import compute_device, use_eval_mode
+from trainkit.phases import as_phase
 from trainkit.post.generation.call_together import call_together, is_sharded_model
 from trainkit.post.generation.sampling import Sampling, make_noise, next_tokens
 from trainkit.post.generation.text import Reader, make_reader
@@ -231,6 +232,7 @@ def _sample(
             seen.scatter_(1, tokens.unsqueeze(1), True)
 
 
+@as_phase("sample")
 def sample_text(
     stages_or_model: Stages | nn.Module,
     prompt: str | Sequence[int],
@@ -286,6 +288,7 @@ def sample_text(
     return tokenizer.decode([*prompt, *completion.ids])
 
 
+@as_phase("sample")
 def answer_questions(
     stages_or_model: Stages | nn.Module,
     questions: Sequence[str],
