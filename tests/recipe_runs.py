@@ -101,10 +101,15 @@ def without_pictures():
     )
 
 
-def here(flags, recipe="pretrain", *, layers=2, drawn=False):
+def without_folds():
+    """Patch what folds long messages, which tests look for in one piece."""
+    return mock.patch("trainkit.run.log.fold_lines", str)
+
+
+def here(flags, recipe="pretrain", *, layers=2, drawn=False, folded=False):
     """Run a recipe in this process; return its exit code, and what it printed or said on stderr.
 
-    Its loss and load are drawn only on request.
+    Its loss and load are drawn, and its messages folded, only on request.
     """
     out, err = io.StringIO(), io.StringIO()
     with (
@@ -113,6 +118,7 @@ def here(flags, recipe="pretrain", *, layers=2, drawn=False):
         with_layers(layers),
         with_short_texts(),
         contextlib.nullcontext() if drawn else without_pictures(),
+        contextlib.nullcontext() if folded else without_folds(),
     ):
         try:
             with own_process(), report_errors():  # as `run_main` does, which would end the process

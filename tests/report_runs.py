@@ -49,7 +49,8 @@ def make_steps(count, *, seed=0, lr=3e-4, rate=1.0, corpora=CORPORA, slow_after=
     if slow_after is not None:
         wait[slow_after:] += 0.21 + 0.05 * np.abs(rng.normal(size=count - slow_after))
     seconds += wait
-    parts = {"forward": 0.298, "backward": 0.561, "reduce": 0.078, "step": 0.046, "log": 0.004}
+    parts = {"wait": 0.034, "forward": 0.289, "backward": 0.549, "reduce": 0.078, "step": 0.046}
+    parts["log"] = 0.004
     draws = rng.dirichlet([400 * x for x in corpora.values()], size=count) if corpora else None
     tokens = 524_288
     time = begin + np.cumsum(seconds)

@@ -193,6 +193,20 @@ def test_a_log_of_a_day_stays_short(monkeypatch):
     assert 700 < len(stream.getvalue().splitlines()) < 800  # 43,200 with one every two seconds
 
 
+@pytest.mark.parametrize("more", [{}, {"overflowed": 1, "loss_scale": 65536.0}])
+def test_a_line_of_a_log_has_at_most_80_columns_and_always_the_loss_and_the_time(more):
+    values = {"loss": 12.3456, "tokens_per_second": 123.4e6, "mfu": 0.412, "lr": 3e-4}
+    values |= {"grad_norm": 123.45, "load_over_mean": 12.34} | more
+    stream = io.StringIO()
+    with sinks.open_console(123_456_789, stream=stream) as sink:
+        sink(12_345_678, values)
+    [line] = stream.getvalue().splitlines()
+    assert len(line) <= 80
+    assert "loss 12.3456  " in line
+    assert " left " in line
+    assert ("overflow" in line) == bool(more)
+
+
 def test_a_terminal_gets_two_lines_of_at_most_80_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     stream = Terminal()

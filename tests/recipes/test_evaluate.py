@@ -41,7 +41,7 @@ def flags_of(home, out, *more):
 
 @pytest.fixture(scope="module")
 def whole(home):
-    code, printed = here(flags_of(home, home / "whole"), "evaluate")
+    code, printed = here(flags_of(home, home / "whole"), "evaluate", folded=True)
     assert code == 0, printed
     return home / "whole", printed
 
@@ -52,6 +52,8 @@ def test_it_writes_a_line_for_each_and_what_they_come_to(whole):
     assert counts == {"perplexity": 3, "choices": 5, "score": 3}
     found = json.loads((out / "results.json").read_text())
     assert found == json.loads(printed[printed.index("{") :])
+    # At most 80 columns, except for a path that alone has more.
+    assert all(len(line) <= 80 or " " not in line.strip() for line in printed.splitlines())
     assert 270 < found["perplexity"]["token_perplexity"] < 3000  # 272 words, and it knows none
     assert found["perplexity"]["bytes"] == sum(map(len, TEXTS))
     assert found["choices"]["questions"] == 5

@@ -1,11 +1,12 @@
 """The log of a run: messages to stdout, warnings to stderr and to events.jsonl, none lost."""
 
+import io
 import logging
 import os
 import sys
 import threading
 
-from trainkit.run.log import add_handler, make_logger
+from trainkit.run.log import add_handler, fold_lines, make_logger
 from trainkit.run.sinks import open_run_sinks, read_jsonl
 from trainkit.types import Share, log_info, log_warning
 
@@ -19,6 +20,32 @@ def test_messages_are_printed_on_the_first_rank_and_warnings_on_all(capfd):
     out, err = capfd.readouterr()
     assert out == "rank 0\n100 % read\n"
     assert err == "warning: slow rank 0\nwarning: slow rank 1\n"
+
+
+LONG = "the run is in runs/mine; its loss is plotted in runs/mine/loss.png, and the rest is there"
+
+
+def test_lines_of_a_log_are_folded_at_spaces_and_those_on_a_terminal_are_not(monkeypatch):
+    for is_terminal in (False, True):
+        stream = io.StringIO()
+        stream.isatty = lambda found=is_terminal: found
+        monkeypatch.setattr(sys, "stdout", stream)
+        make_logger(Share(0, 1)).info(f"{LONG}\n    a row  of a table")
+        first, *more = stream.getvalue().splitlines()
+        if is_terminal:
+            assert [first, *more] == [LONG, "    a row  of a table"]
+        else:
+            assert len(first) <= 80
+            assert " ".join([first, more[0].strip()]) == LONG
+            assert more[0].startswith("  ")
+            assert more[1:] == ["    a row  of a table"]
+
+
+def test_a_word_that_is_too_long_stays_whole():
+    path = "/" + "x" * 100
+    assert fold_lines(f"it is in {path} now") == f"it is in\n  {path}\n  now"
+    assert fold_lines("") == ""
+    assert fold_lines("a\n\nb") == "a\n\nb"
 
 
 def test_each_logger_has_its_own_handlers_and_configures_nothing(capfd):

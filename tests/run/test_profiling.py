@@ -13,6 +13,7 @@ from torch.autograd import DeviceType
 
 from trainkit.phases import measure_phase, record_phases
 from trainkit.run import Timeouts, open_run
+from trainkit.run.log import fold_lines
 from trainkit.run.profiling import measure_covered, profile, summarize_profile
 from trainkit.run.sinks import LoggingOptions
 from trainkit.types import ConfigError, Cursor, StepBatch
@@ -167,6 +168,19 @@ def test_on_a_gpu_kernels_count_and_gaps_between_them_are_idle():
         ("nccl", 1, pytest.approx(20e-6)),
     ]
     assert found.idle == pytest.approx(0.6)
+
+
+def test_a_row_of_the_table_is_one_line_however_long_a_kernel_s_name():
+    kernel = (
+        "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>(int)"
+    )
+    found = summarize_profile([make_event(kernel, 0, 90)], on="cpu", seconds=1e-4)
+    assert found.operations[0].name == kernel
+    header, row = str(found).splitlines()
+    assert len(header) <= 80
+    assert len(row) == 80
+    assert row.endswith("…")
+    assert fold_lines(row) == row
 
 
 def test_intervals_that_overlap_count_once():

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import textwrap
 from collections.abc import Iterator
 
 from trainkit.files import print_to, print_to_stderr
 from trainkit.types import Log, Share
+
+COLUMNS = 80
+"""How wide a line of a log is at most."""
 
 
 def make_logger(share: Share) -> logging.Logger:
@@ -76,6 +80,8 @@ class _Handler(logging.Handler):
 def print_message(message: str) -> None:
     """Print a message on stdout at once; it is lost where stdout is closed or has no reader.
 
+    Outside a terminal, which breaks lines itself, its lines are folded (`fold_lines`).
+
     Effects:
         Writes to stdout. When its reader has left, its file becomes the null device, for the rest
         of the process: nothing that is printed later, not even at exit, can fail.
@@ -84,7 +90,43 @@ def print_message(message: str) -> None:
         >>> print_message("step 1")
         step 1
     """
-    print_to(message, sys.stdout)
+    is_terminal = False
+    with contextlib.suppress(AttributeError, ValueError):  # of None, and of a closed stream
+        is_terminal = sys.stdout.isatty()
+    print_to(message if is_terminal else fold_lines(message), sys.stdout)
+
+
+def fold_lines(text: str, *, columns: int = COLUMNS) -> str:
+    """Return a text with lines of at most 80 columns, broken at spaces.
+
+    What continues a line is indented by two columns more. A word that is longer, as a path, stays
+    whole.
+
+    Args:
+        text: One line or several.
+        columns: The width.
+
+    Examples:
+        >>> print(fold_lines("the run is in runs/mine; its loss is plotted there", columns=30))
+        the run is in runs/mine; its
+          loss is plotted there
+    """
+    return "\n".join(part for line in text.split("\n") for part in _fold_line(line, columns))
+
+
+def _fold_line(line: str, columns: int) -> list[str]:
+    if len(line) <= columns:
+        return [line]
+    indent = " " * (len(line) - len(line.lstrip(" ")) + 2)
+    return textwrap.wrap(
+        line,
+        columns,
+        subsequent_indent=indent,
+        expand_tabs=False,
+        replace_whitespace=False,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def print_warning(message: str) -> None:

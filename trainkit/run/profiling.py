@@ -16,6 +16,7 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity
 
 from trainkit.phases import get_phase_times
+from trainkit.run.log import COLUMNS
 
 _SHOWN = 10  # operations in the table
 # Phases between steps that launch so many operations that a trace of them takes minutes to write.
@@ -55,11 +56,15 @@ class ProfileSummary:
         lines = [
             f"{self.seconds:.3f} s, of which nothing computed on the {self.on} in {self.idle:.1%}"
         ]
-        lines += [
-            f"  {one.seconds / max(self.seconds, 1e-9):6.1%}  {one.seconds * 1e3:9.2f} ms  "
-            f"{one.calls:6d} x  {one.name}"
-            for one in self.operations
-        ]
+        for one in self.operations:
+            numbers = (
+                f"  {one.seconds / max(self.seconds, 1e-9):6.1%}  {one.seconds * 1e3:9.2f} ms  "
+                f"{one.calls:6d} x  "
+            )
+            # A row stays one line: the name of a kernel may have hundreds of characters.
+            room = COLUMNS - len(numbers)
+            name = one.name if len(one.name) <= room else f"{one.name[: room - 1]}…"
+            lines.append(numbers + name)
         if self.left_out:
             lines.append(f"  evaluations and samples are left out of it, {self.left_out:.1f} s")
         return "\n".join(lines)

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any, TextIO
 
 from trainkit.files import redirect_to_devnull
+from trainkit.run.log import COLUMNS
 from trainkit.types import DelayedMetrics, Sink, needs_extra
 
 _BAR_SECONDS = 0.1
@@ -18,6 +19,9 @@ _LINE_SECONDS = 2.0
 # first minute has 15, the first hour 50, and every further hour 30.
 _LINE_GROWTH = 0.1
 _MOST_SECONDS = 120.0
+
+_SHOWN = ("loss", "speed", "mfu", "lr", "norm", "load", "left")
+_LEFT_OUT = ("lr", "load", "mfu", "speed")  # in this order, where a line has no room
 
 Show = Callable[[int, Mapping[str, Any], float], None]
 """`show(step, values, seconds_left)`."""
@@ -102,8 +106,10 @@ def _get_pause(elapsed: float) -> float:
     return min(max(_LINE_SECONDS, _LINE_GROWTH * elapsed), _MOST_SECONDS)
 
 
-def progress_text(values: Mapping[str, Any], *, seconds_left: float) -> str:
+def progress_text(values: Mapping[str, Any], *, seconds_left: float, columns: int = COLUMNS) -> str:
     """Return loss, tokens per second, learning rate, gradient norm and time left in one line.
+
+    What has no room is left out, the learning rate first.
 
     Examples:
         >>> progress_text({"loss": 2.5, "tokens_per_second": 1234.5}, seconds_left=4000)
@@ -112,11 +118,17 @@ def progress_text(values: Mapping[str, Any], *, seconds_left: float) -> str:
         'loss 2.5000  - tok/s  mfu 40.0%  lr -  norm -  load 1.32  left 0:00:09'
         >>> skipped = {"grad_norm": float("inf"), "overflowed": 1, "loss_scale": 65536.0}
         >>> progress_text({"loss": 2.5} | skipped, seconds_left=9)
-        'loss 2.5000  - tok/s  lr -  overflow: skipped, scale now 32768  left 0:00:09'
+        'loss 2.5000  - tok/s  lr -  overflow: scale 32768  left 0:00:09'
+        >>> progress_text({"loss": 2.5, "lr": 1.0}, seconds_left=9, columns=44)
+        'loss 2.5000  - tok/s  norm -  left 0:00:09'
     """
     parts = _format_parts(values)
-    names = [name for name in ("loss", "speed", "mfu", "lr", "norm", "load") if name in parts]
-    return "  ".join([*(parts[name] for name in names), f"left {_format_time(seconds_left)}"])
+    parts["left"] = f"left {_format_time(seconds_left)}"
+    names = [name for name in _SHOWN if name in parts]
+    for name in _LEFT_OUT:
+        if len("  ".join(parts[x] for x in names)) > columns and name in names:
+            names.remove(name)
+    return "  ".join(parts[name] for name in names)
 
 
 def metrics_text(values: Mapping[str, Any]) -> str:
@@ -134,7 +146,7 @@ def metrics_text(values: Mapping[str, Any]) -> str:
 def _format_parts(values: Mapping[str, Any]) -> dict[str, str]:
     norm = f"norm {_format_number(values.get('grad_norm'), '.2f')}"
     if values.get("overflowed"):
-        norm = f"overflow: skipped, scale now {values['loss_scale'] / 2:g}"
+        norm = f"overflow: scale {values['loss_scale'] / 2:g}"
     parts = {
         "loss": f"loss {_format_number(values.get('loss'), '.4f')}",
         "lr": f"lr {_format_number(values.get('lr'), '.2e')}",
@@ -173,8 +185,9 @@ def _open_lines(stream: TextIO, start: int, total: int) -> Iterator[Show]:
     del start
 
     def show(step: int, values: Mapping[str, Any], seconds_left: float) -> None:
-        text = progress_text(values, seconds_left=seconds_left)
-        print(f"step {step}/{total}  {text}", file=stream, flush=True)
+        steps = f"step {step}/{total}  "
+        text = progress_text(values, seconds_left=seconds_left, columns=COLUMNS - len(steps))
+        print(f"{steps}{text}", file=stream, flush=True)
 
     yield show
 

@@ -81,7 +81,7 @@ function buildCurves() {
 // In the order of a step. `wait` is for other ranks, between the phases. `device` is where the host waits for what it has queued there.
 const PHASES = {
   data: "c5",
-  wait: "warn",
+  wait: "bad",
   forward: "c6",
   backward: "c0",
   reduce: "c1",
