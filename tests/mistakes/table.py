@@ -108,8 +108,8 @@ MISTAKES = [
         (
             "collectives.py",
             "sums overwrite what they were given",
-            "    out = x.detach().clone(memory_format=torch.contiguous_format)\n    dist.all_reduce",
-            "    out = x.detach().contiguous()\n    dist.all_reduce",
+            "    out = x.detach().clone(memory_format=torch.contiguous_format)\n    with _measure_wait",
+            "    out = x.detach().contiguous()\n    with _measure_wait",
             "tests/test_collectives.py",
         ),
         (
@@ -1715,6 +1715,13 @@ MISTAKES = [
         ),
         (
             "console.py",
+            "a line of a log is as long as its numbers",
+            "            names.remove(name)\n",
+            "            pass\n",
+            "tests/families/test_sinks.py",
+        ),
+        (
+            "console.py",
             "the time left is that of the whole run",
             "show(step, values, pace * (total - step))",
             "show(step, values, pace * total)",
@@ -2009,6 +2016,13 @@ MISTAKES = [
             "an error in a phase leaves the phase entered",
             "        self._add()\n        self._phases.pop()",
             "        self._add()",
+            "tests/test_phases.py",
+        ),
+        (
+            "phases.py",
+            "a collective within a phase is a wait",
+            "return len(self._phases) == 1 and threading",
+            "return threading",
             "tests/test_phases.py",
         ),
         (
