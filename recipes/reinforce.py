@@ -337,6 +337,7 @@ def train(cfg, run, tokenizer, model, first, context):
         config=cfg,
         model=model,
         tokenizer=tokenizer,
+        rows=rows,
         first=first,
         facts={"context": max(cfg.batch.row_length, context)},
     )

@@ -21,6 +21,10 @@ T = TypeVar("T")
 OTHER = "other"
 """The phase of everything that no function has named."""
 
+BETWEEN_STEPS = ("evaluate", "sample")
+"""Phases that are no part of a step, with many more operations than one: for each token of a sample
+those of a forward pass."""
+
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -41,6 +45,16 @@ class PhaseTimes:
 
     def __attrs_post_init__(self) -> None:
         self._since = time.perf_counter()
+
+    def is_between_steps(self) -> bool:
+        """Return whether the current phase, or one around it, is one of `BETWEEN_STEPS`.
+
+        Examples:
+            >>> with record_phases() as times, measure_phase("sample"), measure_phase("forward"):
+            ...     times.is_between_steps()
+            True
+        """
+        return any(name in BETWEEN_STEPS for name in self._phases)
 
     def read(self) -> dict[str, float]:
         """Return the seconds by phase since the last call, and start from 0.

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from trainkit.phases import measure_phase, record_phases
 from trainkit.run.find_nan import find_first_nan
 from trainkit.types import NumericsError
 
@@ -56,3 +57,12 @@ def test_nothing_is_left_when_the_block_ends():
         raise KeyError
     assert not torch.is_anomaly_enabled()
     assert torch.zeros(1).div(0).isnan().all()
+
+
+def test_evaluations_and_samples_are_not_watched():
+    x = torch.zeros(2)
+    with record_phases(), find_first_nan():
+        with measure_phase("sample"), measure_phase("forward"):
+            _ = x / x
+        with pytest.raises(NumericsError), measure_phase("forward"):
+            _ = x / x

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainkit.parallel.grad_reduction import get_local
+from trainkit.phases import get_phase_times
 from trainkit.types import NumericsError
 
 # Operators whose results are whatever stood in memory: unused, or bytes under another dtype.
@@ -27,7 +28,7 @@ def find_first_nan() -> Iterator[None]:
     called, and for one of the backward pass torch prints where its forward pass was called
     (`torch.autograd.set_detect_anomaly`). Infinities are no fault, since masks are made of them.
     Every operation waits for the device, so a step takes many times as long. Compiled code is seen
-    as a whole.
+    as a whole. Evaluations and samples of a run (`phases.BETWEEN_STEPS`) are not watched.
 
     Raises:
         NumericsError: An operation makes a NaN; the message has its name and the shapes of its
@@ -56,6 +57,9 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         del types
         kwargs = kwargs or {}
+        times = get_phase_times()
+        if times is not None and times.is_between_steps():
+            return func(*args, **kwargs)
         # Before the call: an operator may write into its arguments.
         arguments = tree_leaves((args, kwargs))
         was_nan = any(_count_nan(x) for x in arguments)

@@ -15,12 +15,10 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity
 
-from trainkit.phases import get_phase_times
+from trainkit.phases import BETWEEN_STEPS, get_phase_times
 from trainkit.run.log import COLUMNS
 
 _SHOWN = 10  # operations in the table
-# Phases between steps that launch so many operations that a trace of them takes minutes to write.
-_LEFT_OUT = ("evaluate", "sample")
 _MEMORY_ENTRIES = 200_000  # allocations that a snapshot of CUDA's memory can hold
 
 
@@ -129,10 +127,10 @@ def profile(
     """Profile a block: write a trace, and report the most expensive operations and the idle time.
 
     The trace opens in Perfetto (ui.perfetto.dev) or chrome://tracing. Phases of a step
-    (`measure_phase`) are spans in it. Evaluations and samples (phases "evaluate" and "sample") are
-    empty spans: their operations, one by one for each token, would make it huge. On CUDA a snapshot
-    of the memory is written too, for pytorch.org/memory_viz. The profiler itself makes a block
-    slower, on a CPU often by a third.
+    (`measure_phase`) are spans in it. Evaluations and samples (`phases.BETWEEN_STEPS`) are
+    empty spans: with their operations it would take minutes to write. On CUDA a snapshot of the
+    memory is written too, for pytorch.org/memory_viz. The profiler itself makes a block slower, on
+    a CPU often by a third.
 
     Args:
         folder: Where to write, created if it does not exist; equal on all ranks.
@@ -215,7 +213,7 @@ def _mark_phases(profiler: torch.profiler.profile) -> Iterator[list[float]]:
         else:
             spans.append(record_function(name))
             spans[-1].__enter__()
-            if name in _LEFT_OUT and not began:
+            if name in BETWEEN_STEPS and not began:
                 _collect(profiler, is_on=False)
                 began.append((len(spans), time.perf_counter()))
 
