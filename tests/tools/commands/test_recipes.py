@@ -81,7 +81,7 @@ def test_the_commands_load_no_torch():
         assert done.stdout.splitlines()[-1] == "False"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["pretrain", "evaluate"])  # one with a run, one without
 def test_a_copy_in_another_folder_explains_itself(name, tmp_path):
     assert main(["recipe", name, "--to", str(tmp_path)]) == 0
     command = [sys.executable, f"{name}.py", "--help"]
