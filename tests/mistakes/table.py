@@ -2102,4 +2102,28 @@ MISTAKES = [
             "tests/tools/report/test_describe.py",
         ),
     ),
+    *_in(
+        "trainkit/tools/commands",
+        (
+            "recipe.py",
+            "a recipe that somebody has changed is overwritten by a copy",
+            "    if copy.exists():",
+            "    if copy.is_dir():",
+            "tests/tools/commands/test_recipes.py",
+        ),
+        (
+            "doctor.py",
+            "the doctor shows a key of an API",
+            "if _VARIABLES.fullmatch(name)",
+            'if _VARIABLES.fullmatch(name) or "KEY" in name',
+            "tests/tools/commands/test_doctor.py",
+        ),
+        (
+            "doctor.py",
+            "a container has the limits of its own group alone",
+            "for folder in (group, *group.parents):",
+            "for folder in (group,):",
+            "tests/tools/commands/test_doctor.py",
+        ),
+    ),
 ]

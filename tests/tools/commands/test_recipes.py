@@ -57,6 +57,14 @@ def test_a_copy_goes_into_a_folder_and_overwrites_nothing(tmp_path, capsys):
     assert list(folder.iterdir()) == [copy]
 
 
+def test_what_is_no_folder_is_a_failure_of_the_disk_and_no_bug(tmp_path, capsys):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    assert main(["recipe", "moe", "--to", str(file)]) == 74
+    assert str(file) in json.loads(capsys.readouterr().out)["error"]
+    assert file.read_text() == "mine"
+
+
 def test_an_unknown_name_names_those_there_are(capsys):
     assert main(["recipe", "../pretrain"]) == 64
     error = json.loads(capsys.readouterr().out)["error"]
@@ -73,7 +81,7 @@ def test_the_commands_load_no_torch():
         assert done.stdout.splitlines()[-1] == "False"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["pretrain", "evaluate"])  # one with a run, one without
 def test_a_copy_in_another_folder_explains_itself(name, tmp_path):
     assert main(["recipe", name, "--to", str(tmp_path)]) == 0
     command = [sys.executable, f"{name}.py", "--help"]

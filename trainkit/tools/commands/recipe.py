@@ -8,7 +8,7 @@ To a file of your own, or under its own name into a folder:
 The first line of the copy names the version that it came from. `python -m trainkit recipes` lists
 the names. A file that exists is not overwritten by --to.
 
-Exit codes: 0 success, 64 an unknown name, or a file that exists.
+Exit codes: 0 success, 64 an unknown name, or a file that exists, 74 it cannot be written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from trainkit.files import atomic_write, find_recipes, read_version
+from trainkit.files import atomic_write, convert_disk_errors, find_recipes, read_version
 from trainkit.types import ConfigError
 
 HELP = "copy a recipe, to run it or to change it"
@@ -57,7 +57,8 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
             where="to",
             hint=f"choose another folder, or a name: python -m trainkit recipe {path.stem} > FILE",
         )
-    options.to.mkdir(parents=True, exist_ok=True)
+    with convert_disk_errors(options.to, by="recipe"):
+        options.to.mkdir(parents=True, exist_ok=True)
     with atomic_write(copy, by="recipe") as file:
         file.write(text.encode())
     return {"recipe": path.stem, "copied_to": str(copy)}, 0
