@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 SITE = Path(__file__).parents[2] / "docs" / "_build" / "site"
+PAGES = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html"))
 DESKTOP = {"width": 1400, "height": 900}
 PHONE = {"width": 390, "height": 844}
 
@@ -52,20 +53,24 @@ def opened(chromium, address):
     assert problems == []
 
 
-def test_every_page_opens_without_an_error_shows_its_pictures_and_fits_a_phone(opened, address):
+def test_all_pages_are_built():
+    assert len(PAGES) > 100
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_page_opens_without_an_error_shows_its_pictures_and_fits_a_phone(
+    opened, address, name
+):
     open_page, problems = opened
-    desktop, phone = open_page(), open_page(viewport=PHONE, color_scheme="dark")
-    files = sorted(SITE.rglob("*.html"))
-    assert len(files) > 100
-    for file in files:
-        name = file.relative_to(SITE).as_posix()
-        for page in (desktop, phone):
-            page.goto(address + name)
-            if not page.locator("h1").count():
-                problems.append(f"{name}: there is no heading")
-            if page.evaluate("document.documentElement.scrollWidth > innerWidth"):
-                problems.append(f"{name}: is wider than {page.viewport_size['width']}")
-        problems += [f"{name}: {source} is not shown" for source in absent_pictures(desktop)]
+    page = open_page()
+    page.goto(address + name)
+    assert page.locator("h1").count() == 1
+    for viewport, scheme in ((DESKTOP, "light"), (PHONE, "dark")):
+        page.set_viewport_size(viewport)
+        page.emulate_media(color_scheme=scheme)
+        if page.evaluate("document.documentElement.scrollWidth > innerWidth"):
+            problems.append(f"{name}: is wider than {viewport['width']}")
+        problems += [f"{name}: {source} is not shown" for source in absent_pictures(page)]
 
 
 def absent_pictures(page):
