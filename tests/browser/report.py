@@ -1,28 +1,18 @@
 """The page of `python -m trainkit report` in Chromium: .ci/browser runs these."""
 
 import json
-import os
 import re
 import time
 from contextlib import contextmanager
 
 import pytest
 import report_runs
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 from trainkit.tools.report import write_report
 
 DESKTOP = {"width": 1400, "height": 900}
 PHONE = {"width": 390, "height": 844}
-
-
-@pytest.fixture(scope="session")
-def chromium():
-    with sync_playwright() as playwright:
-        path = os.environ.get("CHROMIUM", "/usr/bin/chromium")
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="session")
