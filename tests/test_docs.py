@@ -340,6 +340,20 @@ def test_without_the_generator_the_reason_is_printed(site, monkeypatch, capsys):
     assert "zensical, griffe, mkdocstrings not installed here" in capsys.readouterr().out
 
 
+PLACES = ("pages", "generator", "links")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_any_problem_is_printed_and_fails_the_build(site, monkeypatch, capsys, place):
+    problems = {name: [f"wrong: {name}"] if name == place else [] for name in PLACES}
+    monkeypatch.setattr(site.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(site, "write_pages", lambda: ([], problems["pages"]))
+    monkeypatch.setattr(site, "run_zensical", lambda _: problems["generator"])
+    monkeypatch.setattr(site, "find_broken_links", lambda _: problems["links"])
+    assert site.main() == 1
+    assert capsys.readouterr().out == f"wrong: {place}\n"
+
+
 def test_the_reference_has_every_name_of_tk_and_of_every_table(reference, rooms):
     assert reference.find_undocumented(rooms) == []
     modules = {room.split(".")[-1] for room in rooms}
