@@ -25,7 +25,7 @@ def main() -> int:
     options = parser.parse_args()
     notebook = nbformat.read(options.notebook, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
-        client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": folder}})
+        client = NotebookClient(notebook, timeout=600, resources={"metadata": {"path": folder}})
         try:
             client.execute()
         except CellExecutionError as error:

@@ -1,0 +1,53 @@
+"""What README.md says of layouts and of the certificate is so."""
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+
+from recipe_runs import TORCHRUN
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+SENTENCES = " ".join(README.split())
+LAYOUTS = ["Layout()", "Layout(ring=2)", 'Layout(ring=2, fold_sp="none")']
+
+
+def test_its_script_prints_the_same_on_two_ranks_in_three_layouts(tmp_path):
+    assert "`, `".join(LAYOUTS[:2]) + f"` and `{LAYOUTS[2]}`" in SENTENCES
+    code, output = re.search(
+        r"^```python\n(import attrs\n.*?)^```\n\n```text\n(.*?)^```",
+        README,
+        re.MULTILINE | re.DOTALL,
+    ).groups()
+    assert code.count("tk.Layout()") == 1
+    scripts = [code.replace("tk.Layout()", f"tk.{layout}") for layout in LAYOUTS]
+    file = tmp_path / "layouts.py"
+    file.write_text(
+        "import torch.distributed\n\n"
+        'torch.distributed.init_process_group("gloo")\n'
+        f"for script in {scripts!r}:\n"
+        '    exec(script, {"__name__": "page"})\n'
+        "torch.distributed.destroy_process_group()\n"
+    )
+    ended = subprocess.run(
+        [*TORCHRUN, file], capture_output=True, text=True, check=False, cwd=ROOT, timeout=240
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == output * len(LAYOUTS)
+
+
+def test_what_it_says_of_the_certificate_is_so():
+    path = ROOT / "docs" / "pictures" / "certificate.py"
+    spec = importlib.util.spec_from_file_location("certificate_picture", path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    layouts, mistakes = script.read_numbers()
+    assert f"Each of {len(layouts)} tested" in SENTENCES
+    assert "differs by less than 1e-14" in SENTENCES
+    assert max(max(numbers) for _, _, numbers in layouts) < 1e-14
+    assert "up to 8 ranks" in SENTENCES
+    assert max(ranks for _, ranks, _ in layouts) == 8
+    assert "differ by 1e-3 or more" in SENTENCES
+    assert len(mistakes) == 12
+    assert min(mistakes) >= 1e-3
