@@ -29,7 +29,7 @@ def call(script, *arguments):
     return process.returncode, output
 
 
-@pytest.mark.parametrize("script", ["run", "accelerator", "browser", "compat"])
+@pytest.mark.parametrize("script", ["run", "accelerator", "browser", "compat", "ray"])
 def test_help_explains_and_does_nothing_else(script):
     code, output = call(script, "--help")
     assert code == 0
@@ -37,6 +37,10 @@ def test_help_explains_and_does_nothing_else(script):
     assert "== " not in output, "a part has begun"
 
 
-def test_an_argument_that_is_unknown_is_refused():
-    code, output = call("run", "--fast")
-    assert (code, output.splitlines()[-1]) == (64, ".ci/run: takes no arguments, got: --fast")
+@pytest.mark.parametrize("script", ["run", "ray"])
+def test_an_argument_that_is_unknown_is_refused(script):
+    code, output = call(script, "--fast")
+    assert (code, output.splitlines()[-1]) == (
+        64,
+        f".ci/{script}: takes no arguments, got: --fast",
+    )
