@@ -199,7 +199,8 @@ def test_what_flags_set_in_torch_is_put_back(flags_of, tmp_path):
 KEPT = ("signal handlers", "wake-up", "timer", "hooks", "faulthandler", "garbage", "environment")
 
 
-def test_nothing_is_trapped_while_it_trains(tmp_path):
+def test_nothing_is_trapped_while_it_trains(tmp_path, monkeypatch):
+    monkeypatch.delattr(watchdog, "_show_crashes")  # pytest itself has switched faulthandler on
     with seen_after_a_step(tmp_path) as (before, during):
         for name in (*KEPT, "streams", "blocked signals", "exit functions", "warnings"):
             assert during[name] == before[name], name

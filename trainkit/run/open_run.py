@@ -186,6 +186,7 @@ def open_run(
         (1, None)
     """
     timeouts = timeouts or Timeouts()
+    software = make_code_facts(config)
     config = config_to_dict(config) if attrs.has(type(config)) else config
     folder = Path(run_dir)
     # The saves count what they have written here, and the watch reads it.
@@ -239,6 +240,7 @@ def open_run(
                 mailbox=mailbox,
                 timeouts=timeouts,
                 config=config,
+                software=software,
                 progress=progress,
                 notices=notices,
                 times=times,
