@@ -1,3 +1,4 @@
+# ray_train.py
 """Train a recipe under Ray Train: python ray_train.py WORKERS RECIPE.py FLAGS.
 
 Start it on a machine of the cluster; recipe and --out are on a disk that all machines see.

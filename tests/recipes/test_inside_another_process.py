@@ -277,6 +277,14 @@ def test_a_request_stops_it_with_75_and_the_next_call_resumes(flags_of, tmp_path
     assert [line["step"] for line in lines(out)] == list(range(1, step + 3))
 
 
+def test_a_reason_to_stop_may_be_the_caller_s(tmp_path):
+    reasons = [None]
+    with open_run(tmp_path, timeouts=TIMEOUTS, stop_reason=lambda: reasons[-1]) as run:
+        assert run.stopping() is None
+        reasons.append("the lease ends")
+        assert run.stopping() == "the lease ends on rank 0"
+
+
 def test_the_watch_ends_no_process_and_its_verdict_is_raised_at_the_next_phase(
     tmp_path, monkeypatch
 ):

