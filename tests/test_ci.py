@@ -33,7 +33,7 @@ def call(script, *arguments, env=None):
 
 
 @pytest.mark.parametrize(
-    "script", ["run", "accelerator", "browser", "compat", "package", "release"]
+    "script", ["run", "accelerator", "browser", "compat", "package", "ray", "release"]
 )
 def test_help_explains_and_does_nothing_else(script):
     code, output = call(script, "--help")
@@ -42,10 +42,13 @@ def test_help_explains_and_does_nothing_else(script):
     assert "== " not in output, "a part has begun"
 
 
-def test_an_argument_that_is_unknown_is_refused():
-    code, output = call("run", "--fast")
-
-    assert (code, output.splitlines()[-1]) == (64, ".ci/run: takes no arguments, got: --fast")
+@pytest.mark.parametrize("script", ["run", "ray"])
+def test_an_argument_that_is_unknown_is_refused(script):
+    code, output = call(script, "--fast")
+    assert (code, output.splitlines()[-1]) == (
+        64,
+        f".ci/{script}: takes no arguments, got: --fast",
+    )
 
 
 @pytest.mark.parametrize("script", ["package", "release"])

@@ -122,10 +122,12 @@ def flags_of(script):
 def problems_of_command(line):
     """Return what a command line names that is not there; nothing for commands of others."""
     words = shlex.split(line.partition(" > ")[0], comments=True)
-    script = next((word for word in words if word.endswith(".py") and "/" in word), None)
+    # A launcher comes before the recipe.
+    scripts = [word for word in words if word.endswith(".py") and "/" in word]
+    script = scripts[-1] if scripts else None
     if script is not None:
-        if not (ROOT / script).is_file():
-            return [f"there is no {script}"]
+        if missing := [f"there is no {name}" for name in scripts if not (ROOT / name).is_file()]:
+            return missing
         flags, given = flags_of(ROOT / script), words[words.index(script) + 1 :]
         return [f"{script} has no flag {w}" for w in given if w[:2] == "--" and w not in flags]
     if words[:3] == ["python", "-m", "trainkit"]:

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import attrs
 import pytest
@@ -257,41 +257,61 @@ def test_the_job_for_kubernetes_reaches_its_first_pod_by_name():
     assert problems_of_command(line) == []
 
 
-def test_ray_s_processes_get_variables_that_make_a_launch(tmp_path, monkeypatch):
-    """With a stand-in for Ray, which is not installed: actors are objects, calls made at once."""
+LAUNCHER = Path(__file__).parents[1] / "docs" / "launch" / "ray_train.py"
 
-    def remote(**resources):
-        assert resources == {"num_gpus": 1}
 
-        def actor(kind):
-            def make():
-                one = kind()
-                names = {name: SimpleNamespace(remote=getattr(one, name)) for name in vars(kind)}
-                return SimpleNamespace(meet=names["meet"], train=names["train"])
+def test_the_page_shows_ray_s_launcher_and_a_command_that_exists():
+    assert blocks("Ray")["python"] == LAUNCHER.read_text()
+    recipe = blocks("Ray")["sh"].split(" 16 ")[1]
+    assert problems_of_command(f"python {recipe}") == []
 
-            return SimpleNamespace(remote=make)
 
-        return actor
+@pytest.fixture
+def train(monkeypatch, tmp_path):
+    """Return the launcher's `train` of a recipe that ends so, with a stand-in for Ray.
 
-    ray = ModuleType("ray")
-    ray.remote, ray.get = remote, lambda value: value
-    ray.util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.7")
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    script = tmp_path / "recipe.py"
-    script.write_text(
-        "import os, sys, pathlib\nfrom trainkit.mesh import read_launch\n"
-        "own = read_launch(os.environ)\n"
-        "with pathlib.Path(sys.argv[1]).open('a') as file:\n"
-        "    file.write(f'{own.rank} {own.world} {own.local_rank} {own.address}\\n')\n"
-        "sys.exit(own.rank)\n"
-    )
-    namespace = {"__name__": "launch_with_ray"}
-    exec(blocks("Ray")["python"], namespace)
-    codes = namespace["launch"](2, [str(script), str(tmp_path / "launched")])
-    assert codes == [0, 1]
-    assert (tmp_path / "launched").read_text() == "0 2 0 10.0.0.7\n1 2 0 10.0.0.7\n"
+    It returns the exit code, and the steps that were reported. `.ci/ray` starts the real one.
+    """
+    reported = []
+    names = ("FailureConfig", "RunConfig", "ScalingConfig", "TorchConfig", "TorchTrainer")
+    for name in ("ray", "ray.train", "ray.train.torch"):
+        module = ModuleType(name)
+        vars(module).update(dict.fromkeys(names), report=lambda line: reported.append(line["step"]))
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.delitem(sys.modules, "recipe_of_ray", raising=False)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+
+    def run(end):
+        recipe = tmp_path / "recipe_of_ray.py"
+        recipe.write_text(
+            f"from trainkit.types import *\ndef main(argv):\n  assert argv == ['--x']\n  {end}\n"
+        )
+        config = {"recipe": str(recipe), "flags": ["--x"], "out": str(tmp_path)}
+        namespace = {"__name__": "ray_train"}
+        exec(LAUNCHER.read_text(), namespace)
+        return namespace["train"](config), reported
+
+    yield run
+    sys.modules.pop("recipe_of_ray", None)
+
+
+@pytest.mark.parametrize(("end", "code"), [("return 0", 0), ("return None", 0), ("return 75", 75)])
+def test_ray_gets_the_exit_code_and_the_last_metrics_of_a_recipe_that_returns(end, code, train):
+    assert train(end) == (code, [2])
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [("ValueError", 64), ("DataError", 65), ("NumericsError", 67)]
+)
+def test_an_error_that_a_next_start_would_meet_again_is_no_death_to_ray(error, code, train):
+    assert train(f"raise {error}('no')") == (code, [])
+
+
+@pytest.mark.parametrize("error", ["PeerError", "DiskError", "ZeroDivisionError"])
+def test_of_other_errors_ray_starts_again(error, train):
+    with pytest.raises(Exception, match="no"):
+        train(f"raise {error}('no')")
 
 
 # ------------------------------------------------------------------------------------ torch

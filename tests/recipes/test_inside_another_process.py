@@ -199,7 +199,8 @@ def test_what_flags_set_in_torch_is_put_back(flags_of, tmp_path):
 KEPT = ("signal handlers", "wake-up", "timer", "hooks", "faulthandler", "garbage", "environment")
 
 
-def test_nothing_is_trapped_while_it_trains(tmp_path):
+def test_nothing_is_trapped_while_it_trains(tmp_path, monkeypatch):
+    monkeypatch.delattr(watchdog, "_show_crashes")  # pytest itself has switched faulthandler on
     with seen_after_a_step(tmp_path) as (before, during):
         for name in (*KEPT, "streams", "blocked signals", "exit functions", "warnings"):
             assert during[name] == before[name], name
@@ -274,6 +275,14 @@ def test_a_request_stops_it_with_75_and_the_next_call_resumes(flags_of, tmp_path
     step = lines(out)[-1]["step"]
     assert call("pretrain", [*flags, "--steps", step + 2])[0] == 0
     assert [line["step"] for line in lines(out)] == list(range(1, step + 3))
+
+
+def test_a_reason_to_stop_may_be_the_caller_s(tmp_path):
+    reasons = [None]
+    with open_run(tmp_path, timeouts=TIMEOUTS, stop_reason=lambda: reasons[-1]) as run:
+        assert run.stopping() is None
+        reasons.append("the lease ends")
+        assert run.stopping() == "the lease ends on rank 0"
 
 
 def test_the_watch_ends_no_process_and_its_verdict_is_raised_at_the_next_phase(

@@ -62,7 +62,7 @@ from trainkit.run.peers import Straggler
 from trainkit.run.plots.load import plot_expert_load
 from trainkit.run.plots.loss import plot_loss
 from trainkit.run.reproducible import use_numerics
-from trainkit.run.signals import Vote, open_step_vote, trap_signals
+from trainkit.run.signals import StopReason, Vote, open_step_vote, trap_signals
 from trainkit.run.sinks.console import escape_control_characters
 from trainkit.run.sinks.jsonl import (
     WriteEvent,
@@ -134,6 +134,7 @@ def open_run(
     timeouts: Timeouts | None = None,
     numerics: Numerics | None = None,
     config: Any = None,
+    stop_reason: StopReason | None = None,
 ) -> Iterator[Run]:
     """Open the process groups, with signals trapped, the directory locked and the ranks watched.
 
@@ -155,7 +156,7 @@ def open_run(
     Signals, exit codes and ends of the process are for a process of its own, in which `run_main`
     runs the recipe. In any other (`owns_process`) no signal is trapped, errors are raised as they
     are, and the watch ends nothing: its verdict is raised when the next phase begins. A run is
-    stopped there by a request (`control_run`), or a KeyboardInterrupt.
+    stopped there by a request (`control_run`), by `stop_reason`, or by a KeyboardInterrupt.
 
     Args:
         run_dir: The run directory, created if it does not exist.
@@ -166,6 +167,8 @@ def open_run(
             default torch's settings stay.
         config: The resolved configuration: a record of flags, or plain values by name; equal on all
             ranks except for `out`. `resume` writes it, checkpoints store it, and sinks show it.
+        stop_reason: Returns why this process has to stop, or None. By default signals are reasons
+            in a process of its own (`trap_signals`), and there are none in any other.
 
     Yields:
         A `Run`.
@@ -185,6 +188,7 @@ def open_run(
         (1, None)
     """
     timeouts = timeouts or Timeouts()
+    software = make_code_facts(config)
     config = config_to_dict(config) if attrs.has(type(config)) else config
     folder = Path(run_dir)
     # The saves count what they have written here, and the watch reads it.
@@ -208,12 +212,12 @@ def open_run(
         report_errors() if is_own else contextlib.nullcontext(),
         # Before the process group and CUDA, as `use_deterministic` demands.
         use_numerics(numerics),
-        trap_signals() if is_own else contextlib.nullcontext(_never_stop) as stop_reason,
+        _find_stop_reason(stop_reason, is_own=is_own) as why_stop,
         parallel_session(
             layout or Layout(),
             timeout=timedelta(seconds=max(timeouts.start_timeout, 10 * timeouts.step_timeout)),
             start_timeout=timedelta(seconds=timeouts.start_timeout),
-            stop_reason=stop_reason,
+            stop_reason=why_stop,
         ) as ps,
     ):
         connected = times.read()
@@ -224,7 +228,7 @@ def open_run(
             watch_ranks(
                 folder,
                 ps.world,
-                stop_reason=stop_reason,
+                stop_reason=why_stop,
                 allow=timeouts.start_timeout,
                 grace=timeouts.grace,
                 renew_lock=renew_lock,
@@ -233,7 +237,7 @@ def open_run(
                 report_straggler=warn_of_straggler,
                 owns_process=is_own,
             ) as phase,
-            open_step_vote(stop_reason, ps.world, take_requests=mailbox.take) as vote,
+            open_step_vote(why_stop, ps.world, take_requests=mailbox.take) as vote,
         ):
             run = Run(
                 dir=folder,
@@ -243,6 +247,7 @@ def open_run(
                 mailbox=mailbox,
                 timeouts=timeouts,
                 config=config,
+                software=software,
                 progress=progress,
                 notices=notices,
                 times=times,
@@ -255,8 +260,13 @@ def open_run(
             yield run
 
 
-def _never_stop() -> str | None:
-    return None
+def _find_stop_reason(
+    given: StopReason | None, *, is_own: bool
+) -> AbstractContextManager[StopReason]:
+    """Return a context with the reason to stop: the caller's, or signals, or none."""
+    if given is None and is_own:
+        return trap_signals()
+    return contextlib.nullcontext(given or (lambda: None))
 
 
 def _check_start(run: Run, numerics: Numerics | None) -> None:

@@ -18,6 +18,7 @@ from trainkit.run.log import make_logger
 from trainkit.run.sinks.guards import isolate_sinks, redacted
 from trainkit.run.sinks.named import named_sinks
 from trainkit.run.sinks.open_run_sinks import open_run_sinks
+from trainkit.run.sinks.ray import open_ray
 from trainkit.run.sinks.tensorboard import open_tensorboard
 from trainkit.run.sinks.wandb import open_wandb
 from trainkit.types import ConfigError, Share
@@ -168,11 +169,17 @@ def test_a_page_that_fails_in_any_way_costs_one_warning(
 
 
 @pytest.mark.case("L13")
-@pytest.mark.parametrize("library", ["wandb", "torch.utils.tensorboard"])
-def test_a_missing_library_names_what_to_install(library, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("library", "make", "extra"),
+    [
+        ("wandb", open_wandb, "sinks"),
+        ("torch.utils.tensorboard", open_tensorboard, "sinks"),
+        ("ray", open_ray, "ray"),
+    ],
+)
+def test_a_missing_library_names_what_to_install(library, make, extra, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, library, None)
-    make = open_wandb if library == "wandb" else open_tensorboard
-    with pytest.raises(ConfigError, match=r'pip install "trainkit-lm\[sinks\]"'), make(tmp_path):
+    with pytest.raises(ConfigError, match=rf'pip install "trainkit-lm\[{extra}\]"'), make(tmp_path):
         pass
 
 
@@ -181,6 +188,55 @@ def test_without_the_guard_a_page_that_fails_ends_the_run(tmp_path, break_wandb)
     break_wandb("raises in log")
     with pytest.raises(RuntimeError, match="gone"), open_wandb(tmp_path) as sink:
         sink(1, {"loss": 1.0})
+
+
+# ------------------------------------------------------------------------------------ ray
+
+
+class Gauge:
+    """A stand-in for Ray's, which lets no name be used twice."""
+
+    values = {}  # noqa: RUF012 -- the test's own
+
+    def __init__(self, name, description, tag_keys):
+        assert re.fullmatch("[a-z_]+", name)
+        assert description
+        assert tag_keys == ("run",)
+        assert name not in self.values
+        self.name = name
+        self.values[name] = None
+
+    def set(self, value, tags):
+        assert tags == {"run": "mine"}
+        self.values[self.name] = value
+
+
+@pytest.fixture
+def ray(monkeypatch):
+    """Return a stand-in for Ray in a process that is one of its workers."""
+    library, metrics = types.ModuleType("ray"), types.ModuleType("ray.util.metrics")
+    library.is_initialized = lambda: True
+    monkeypatch.setattr(Gauge, "values", {})
+    metrics.Gauge = Gauge
+    monkeypatch.setitem(sys.modules, "ray", library)
+    monkeypatch.setitem(sys.modules, "ray.util", types.ModuleType("ray.util"))
+    monkeypatch.setitem(sys.modules, "ray.util.metrics", metrics)
+    return library
+
+
+@pytest.mark.usefixtures("ray")
+def test_ray_has_a_gauge_of_each_number_with_its_newest_value():
+    with open_ray("runs/mine", step=6) as sink:
+        assert Gauge.values == {"trainkit_step": 6}
+        sink(7, {"train/loss": 2.5, "train/batch_hash": "00ff"})
+        sink(8, {"train/loss": 1.5})
+    assert Gauge.values == {"trainkit_step": 8, "trainkit_train_loss": 1.5}
+
+
+def test_ray_s_sink_is_refused_outside_of_ray(ray):
+    ray.is_initialized = lambda: False
+    with pytest.raises(ConfigError, match="no cluster of Ray"), open_ray("runs/mine"):
+        pytest.fail("it was opened")
 
 
 # ------------------------------------------------------------------------------------ tensorboard

@@ -14,6 +14,7 @@ from trainkit.run.sinks.jsonl import (
 )
 from trainkit.run.sinks.named import LoggingOptions
 from trainkit.run.sinks.open_run_sinks import open_run_sinks, summarize_run
+from trainkit.run.sinks.ray import open_ray
 from trainkit.run.sinks.tee import tee
 from trainkit.run.sinks.tensorboard import open_tensorboard
 from trainkit.run.sinks.timing import measure_goodput, suggest_save_interval
@@ -27,6 +28,7 @@ __all__ = [
     "open_console",
     "open_events",
     "open_jsonl",
+    "open_ray",
     "open_run_sinks",
     "open_tensorboard",
     "open_wandb",

@@ -1,0 +1,147 @@
+"""docs/launch/ray_train.py on a cluster of two simulated nodes; `.ci/ray` starts it by hand.
+
+Each part is a line of output, or a failed assertion:
+a worker that is killed comes back, and the run ends with the bits of one that nobody disturbed;
+`control stop` ends it with 75; a flag that is refused ends it with 64 at the first attempt.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+import ray
+import torch
+from ray.cluster_utils import Cluster
+
+from trainkit.run import control_run
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "pretrain.py"
+LAUNCHER = ROOT / "docs" / "launch" / "ray_train.py"
+FLAGS = "--cache None --row-length 128 --rows 4 --microbatch 2 --save-every 10 --eval-every 0"
+STEPS = 120
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def start(launcher, out, *flags):
+    command = [*launcher, RECIPE, "--out", out, *FLAGS.split(), *flags]
+    return subprocess.Popen(
+        [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(process, code):
+    """Wait for a process; return what it has printed."""
+    output, _ = process.communicate(timeout=900)
+    assert process.returncode == code, (process.returncode, output[-5000:])
+    return output
+
+
+def read_lines(out):
+    with contextlib.suppress(FileNotFoundError):
+        return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return []
+
+
+def bits_of(out):
+    """Return the bits of each line, and the hash of the state at the end."""
+    lines = [
+        (line["step"], line["batch_hash"], line["loss_hex"], line["grad_norm_hex"])
+        for line in read_lines(out)
+    ]
+    final = json.loads((out / "final.json").read_text())
+    return lines, final["state_hash"]
+
+
+def wait_for_step(out, step, process):
+    while len(read_lines(out)) < step:
+        assert process.poll() is None, process.communicate()[0][-5000:]
+        time.sleep(0.1)
+
+
+def kill_a_worker(folder, launcher):
+    out = folder / "killed"
+    process = start(launcher, out, "--steps", STEPS)
+    wait_for_step(out, 25, process)
+    victim = json.loads((out / "ranks" / "rank_00001.json").read_text())["pid"]
+    os.kill(victim, signal.SIGKILL)
+    seen = len(read_lines(out))
+    finish(process, 0)
+    starts = [
+        event
+        for line in (out / "events.jsonl").read_text().splitlines()
+        if (event := json.loads(line))["event"] == "start"
+    ]
+    assert len(starts) == 2, starts
+    print(
+        f"a worker was killed at step {seen}; Ray started all again, from step {starts[1]['step']}"
+    )
+    whole = folder / "whole"
+    finish(start(TORCHRUN, whole, "--steps", STEPS), 0)
+    assert bits_of(out) == bits_of(whole)
+    print(f"{STEPS} lines and the state have the bits of a run under torchrun: {bits_of(out)[1]}")
+
+
+def stop_by_request(folder, launcher):
+    out = folder / "stopped"
+    process = start(launcher, out, "--steps", 100_000, "--sinks", "ray")
+    wait_for_step(out, 5, process)
+    print(f"Ray's metrics have {wait_for_gauge('ray_trainkit_train_loss', process)}")
+    control_run(out, "stop")
+    output = finish(process, 75)
+    assert not find_deaths(output), output
+    print(f"control stop: saved after step {len(read_lines(out))}, exit code 75")
+
+
+def find_deaths(output):
+    """Return what Ray says of workers that died, or were started again."""
+    return re.findall(r"^.*(?:died|FailurePolicy|WorkerGroupError).*$", output, re.MULTILINE)
+
+
+def wait_for_gauge(name, process):
+    """Return the line of a gauge of Ray's, as Prometheus reads it from a node."""
+    while True:
+        for node in ray.nodes():
+            place = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+            with contextlib.suppress(OSError), urllib.request.urlopen(place, timeout=30) as answer:
+                for line in answer.read().decode().splitlines():
+                    if line.startswith(f"{name}{{"):
+                        tags = re.search(r'run="[^"]*"', line)
+                        return f"{name}{{{tags[0]}}} {line.split()[-1]}"
+        assert process.poll() is None, process.communicate()[0][-5000:]
+        time.sleep(1)
+
+
+def refuse(folder, launcher):
+    output = finish(start(launcher, folder / "refused", "--steps", 2, "--tp", 3), 64)
+    assert "ConfigError" in output, output
+    assert not find_deaths(output), output
+    print("a layout that does not fit: refused once, exit code 64")
+
+
+def main():
+    print(f"Ray {ray.__version__}, torch {torch.__version__}, two nodes of one worker each")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    cluster.add_node(num_cpus=1)
+    os.environ["RAY_ADDRESS"] = cluster.address
+    ray.init(log_to_driver=False)
+    launcher = [sys.executable, LAUNCHER, 2]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for part in (kill_a_worker, stop_by_request, refuse):
+                part(Path(folder), launcher)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()

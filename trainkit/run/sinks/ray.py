@@ -1,0 +1,61 @@
+"""Ray: gauges of its own metrics, on its dashboard and for Prometheus."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainkit.run.sinks.tensorboard import scalars
+from trainkit.types import ConfigError, Sink, needs_extra
+
+
+@contextlib.contextmanager
+def open_ray(run_dir: str | Path, *, step: int = 0) -> Iterator[Sink]:
+    """Yield a sink that sets a gauge of Ray for each number of a step, in a worker of Ray.
+
+    "train/loss" is the gauge `trainkit_train_loss`, which Prometheus reads as
+    `ray_trainkit_train_loss`; its tag `run` is the name of the run directory. Ray keeps the newest
+    value. `ray.train.report` would make all workers wait for each other in each step.
+
+    Args:
+        run_dir: The run directory, for its name.
+        step: The step that the run resumes from.
+
+    Raises:
+        ConfigError: The library ray is missing, or this process belongs to no cluster of Ray.
+
+    Effects:
+        Sets gauges in Ray's registry of this process.
+
+    Examples:
+        >>> from functools import partial
+        >>> make = partial(open_ray, "runs/first")
+    """
+    with needs_extra("ray"):
+        library = importlib.import_module("ray")
+        gauge_type = importlib.import_module("ray.util.metrics").Gauge
+    if not library.is_initialized():
+        raise ConfigError(
+            "open_ray: this process belongs to no cluster of Ray",
+            where="--sinks ray",
+            hint="start the recipe as docs/howto/launch.md does under Ray, or leave the sink out",
+        )
+    tags = {"run": Path(run_dir).absolute().name}
+    gauges: dict[str, Any] = {}
+
+    def write(step: int, values: Mapping[str, Any]) -> None:
+        for name, value in scalars({**values, "step": step}).items():
+            if name not in gauges:
+                gauges[name] = gauge_type(
+                    f"trainkit_{re.sub(r'[^A-Za-z0-9_]', '_', name)}",
+                    description=f"{name} of a training run",
+                    tag_keys=("run",),
+                )
+            gauges[name].set(value, tags=tags)
+
+    write(step, {})
+    yield write
