@@ -29,7 +29,7 @@ def call(script, *arguments):
     return process.returncode, output
 
 
-@pytest.mark.parametrize("script", ["run", "accelerator", "browser", "compat"])
+@pytest.mark.parametrize("script", ["run", "accelerator", "browser", "compat", "elastic", "slurm"])
 def test_help_explains_and_does_nothing_else(script):
     code, output = call(script, "--help")
     assert code == 0
