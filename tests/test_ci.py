@@ -33,7 +33,8 @@ def call(script, *arguments, env=None):
 
 
 @pytest.mark.parametrize(
-    "script", ["run", "accelerator", "browser", "compat", "package", "ray", "release"]
+    "script",
+    ["run", "accelerator", "browser", "compat", "elastic", "package", "ray", "release", "slurm"],
 )
 def test_help_explains_and_does_nothing_else(script):
     code, output = call(script, "--help")

@@ -244,19 +244,6 @@ def test_the_script_for_sbatch_is_a_script_and_its_flags_exist():
     assert problems_of_command(line.removeprefix("srun ")) == []
 
 
-def test_the_job_for_kubernetes_reaches_its_first_pod_by_name():
-    yaml = pytest.importorskip("yaml")
-    service, job = yaml.safe_load_all(blocks("Kubernetes")["yaml"])
-    pod = job["spec"]["template"]["spec"]
-    (line,) = pod["containers"][0]["args"]
-    host = f"{job['metadata']['name']}-0.{service['metadata']['name']}"
-    assert f"--master-addr {host} " in line
-    assert pod["subdomain"] == service["metadata"]["name"]
-    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
-    assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2
-    assert problems_of_command(line) == []
-
-
 LAUNCHER = Path(__file__).parents[1] / "docs" / "launch" / "ray_train.py"
 
 

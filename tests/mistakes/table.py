@@ -1689,6 +1689,13 @@ MISTAKES = [
             "        if other.rank != entry.rank:",
             "tests/run/test_startup.py",
         ),
+        (
+            "rendezvous_store.py",
+            "a rank joins a session of an attempt before",
+            'if "name" not in verdict or index <= verdict["registered"]:',
+            'if "name" in verdict or index <= verdict["registered"]:',
+            "tests/run/test_startup.py",
+        ),
     ),
     *_in(
         "trainkit/run/sinks",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from rank_processes import free_port
+from torch.distributed import run as torchrun
 
 from trainkit.__main__ import _make_parser, main
 from trainkit.tools.commands.launch import choose_exit_code
@@ -93,6 +94,24 @@ def test_wrong_use_is_64_and_help_is_torchrun_s_under_our_name(capfd):
     out = capfd.readouterr().out
     assert "it ends with the exit code of its workers" in out
     assert "--max-restarts" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--nnodes", "1:2", "--rdzv-backend", "c10d"], "1"),
+        (["--nnodes", "2", "--rdzv-backend", "c10d"], "1"),
+        (["--nnodes", "2"], None),
+        (["--standalone"], None),
+    ],
+)
+def test_agents_may_join_later_where_there_can_be_several(flags, expected, monkeypatch):
+    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    monkeypatch.setattr(os, "environ", {x: os.environ[x] for x in os.environ if x != name})
+    found = []
+    monkeypatch.setattr(torchrun, "run", lambda _: found.append(os.environ.get(name)))
+    assert main(["launch", *flags, "a.py"]) == 0
+    assert found == [expected]
 
 
 def test_every_word_after_launch_is_torchrun_s():

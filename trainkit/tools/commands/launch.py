@@ -18,6 +18,7 @@ worker has ended in time (--shutdown-timeout).
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import traceback
 from collections.abc import Mapping
@@ -65,6 +66,13 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         arguments = parser.parse_args(options.arguments)
     except SystemExit as end:  # it has printed its usage, and what is wrong
         return None, ConfigError.code if end.code else 0
+    if (
+        arguments.rdzv_backend != "static"
+        and torchrun.parse_min_max_nnodes(arguments.nnodes)[1] > 1
+    ):
+        # An agent that joins a later round would wait in vain for the address of the store that
+        # the agents share: torch 2.13 writes it in the first round only.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         record(torchrun.run)(arguments)
     except ChildFailedError as error:
