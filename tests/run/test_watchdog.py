@@ -303,7 +303,7 @@ def watch_of(run_dir, **options):
         count_written=None,
         log=lambda _: None,
         is_there=lambda: True,
-        report_straggler=lambda found: None,
+        report_straggler=lambda _: None,
         owns_process=True,
     )
     return watchdog._make_watch(team, attrs.evolve(defaults, **options), allow=600.0)
