@@ -11,7 +11,6 @@ and for everything together 0.5 % of a step of 100 ms.
 import contextlib
 import io
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -95,4 +94,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    tk.run.run_main(main)  # garbage is collected between steps, as in a recipe
