@@ -43,12 +43,13 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     """Run torchrun's agent until its workers have ended; return no report, and their exit code.
 
     Raises:
-        PeerError: The agents did not meet.
+        PeerError: The agents did not meet, or lost one another.
 
     Effects:
         Those of torchrun. Writes the exit codes to stderr, if one is not 0.
     """
     # Only here: torch takes a second to load.
+    from torch.distributed import DistError  # noqa: PLC0415
     from torch.distributed import run as torchrun  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.errors import (  # noqa: PLC0415
@@ -83,9 +84,10 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     except SignalException as error:
         codes = _read_exit_codes(error)
         code = choose_exit_code(codes) if any(codes.values()) else 128 + error.sigval
-    except RendezvousError as error:
+    except (RendezvousError, DistError) as error:
         raise PeerError(
-            f"launch: the agents did not meet: {type(error).__name__}: {error}",
+            "launch: the agents did not meet, or have lost one another: "
+            f"{type(error).__name__}: {error}",
             hint="check --rdzv-endpoint, and that each machine runs the same command",
         ) from error
     else:
