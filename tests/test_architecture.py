@@ -34,6 +34,7 @@ CORE = [
 ]
 WINGS = {
     "optim": ["optim"],
+    "buckets": ["buckets"],
     "text": ["text.tokenizers", "text.chat", "text.corpora", "text.prepare", "text.streams"],
     "weights": ["weights.checkpoint", "weights.convert", "weights.hub"],
     "run": ["run.sinks", "run.plots", "run", "run.config"],

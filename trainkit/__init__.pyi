@@ -1,6 +1,7 @@
 # The table of contents, which __init__.py loads lazily.
 from . import attention as attention
 from . import batch as batch
+from . import buckets as buckets
 from . import collectives as collectives
 from . import data as data
 from . import files as files

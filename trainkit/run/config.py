@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, g
 
 import attrs
 
+from trainkit.buckets.urls import find_url
 from trainkit.files import read_limited
 from trainkit.health import Policy
 from trainkit.run.sinks.named import LoggingOptions
@@ -515,7 +516,8 @@ def _to_plain(value: Any) -> Any:
         return [_to_plain(item) for item in value]
     if isinstance(value, Interval):
         return value.value if value.unit == "steps" else str(value)
-    return str(value) if isinstance(value, Path) else value
+    # A flag makes a path of s3://bucket/run, which has one slash less.
+    return (find_url(value) or str(value)) if isinstance(value, Path) else value
 
 
 # ------------------------------------------------------------------------------------ checking

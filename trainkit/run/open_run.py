@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ import torch
 from torch import Tensor
 
 from trainkit import health
+from trainkit.buckets.store import Store, check_store, open_store
+from trainkit.buckets.urls import find_url
 from trainkit.collectives import all_gather_objects, run_on_all_ranks
 from trainkit.data.concat import fingerprint
 from trainkit.data.packed import make_data_facts
@@ -98,12 +101,14 @@ from trainkit.types import (
     TrainState,
 )
 from trainkit.weights import checkpoint
+from trainkit.weights.checkpoint.bucket_runs import fetch_request, fetch_run, find_run_folder
 from trainkit.weights.checkpoint.components import Components, ComponentStates, copy_components
 from trainkit.weights.checkpoint.emergency_save import UnsavedState
 from trainkit.weights.checkpoint.facts import Facts
 from trainkit.weights.checkpoint.guard import Guard
 from trainkit.weights.checkpoint.initial_weights import InitialWeights, hash_initial_weights
 from trainkit.weights.checkpoint.manifest import parse_step
+from trainkit.weights.checkpoint.mirror import Mirror, open_mirror
 from trainkit.weights.checkpoint.save import Save, write_final
 from trainkit.weights.checkpoint.snapshot import check_savable
 from trainkit.weights.checkpoint.write import SaveProgress
@@ -117,6 +122,7 @@ if TYPE_CHECKING:
 _SOFTWARE = "software"  # a fact that may change, as people edit their recipes; it is logged
 # Paths and names: they may change on resume, since hashes compare the contents.
 _NAMES_ONLY = ("files", "context", "base_from")
+_GRACE = 25.0  # seconds for a stop, where none are given
 _LOG_EVERY = 10  # steps between two reads of the metrics, where the host waits for a device
 _READ_EVERY = 10  # steps between two looks at the memory and the health of all ranks
 
@@ -143,10 +149,12 @@ def open_run(
     - `report_errors` reports every error and gives it its exit code.
     - `trap_signals` receives a signal while ranks still wait for each other.
     - `parallel_session` connects the ranks.
+    - `check_store` tries the bucket of a directory that is a URL, on the first rank.
     - `make_run_dir` tries the directory on all ranks: one that alone cannot write there would leave
       the others waiting.
     - `lock_run` raises if another job trains in the directory, or if not all ranks share it.
     - `report_errors` again, since tracebacks now have a directory.
+    - `open_mirror` copies the folder into its bucket, on the first rank, once `resume` is done.
     - `watch_ranks` ends all ranks when one is lost or hangs.
     - `open_step_vote` lets all ranks stop, or carry out a request, after the same step.
     - `check_ranks_agree` compares the configuration and the code of the ranks.
@@ -159,7 +167,8 @@ def open_run(
     stopped there by a request (`control_run`), by `stop_reason`, or by a KeyboardInterrupt.
 
     Args:
-        run_dir: The run directory, created if it does not exist.
+        run_dir: The run directory, created if it does not exist; or its URL, `s3://bucket/run`: the
+            run works in a folder of the cache (`find_run_folder`).
         layout: The degrees and how work is done; by default all processes shard parameters.
         timeouts: How long ranks may wait. The timeout of collectives is longer, so that the watch
             ends a hung step first, and can name the rank.
@@ -190,7 +199,7 @@ def open_run(
     timeouts = timeouts or Timeouts()
     software = make_code_facts(config)
     config = config_to_dict(config) if attrs.has(type(config)) else config
-    folder = Path(run_dir)
+    folder = find_run_folder(run_dir)
     # The saves count what they have written here, and the watch reads it.
     progress = SaveProgress()
     mailbox = Mailbox(folder)
@@ -204,6 +213,21 @@ def open_run(
     def warn_of_straggler(found: Straggler) -> None:
         print_to_stderr(found.what)
         notices.append(("straggler", attrs.asdict(found)))
+
+    stop_times: list[float] = []
+
+    def note_stop() -> str | None:
+        reason = why_stop()
+        if reason is not None and not stop_times:
+            stop_times.append(time.monotonic())
+        return reason
+
+    def get_patience() -> float:
+        if not stop_times and sys.exc_info()[0] is None:
+            return timeouts.start_timeout
+        # Of a stop what the save has left, since launchers kill: the checkpoint is on the disk.
+        used = time.monotonic() - stop_times[0] if stop_times else 0.0
+        return max((timeouts.grace or _GRACE) - used, 1.0)
 
     started = measure_startup()
     is_own = owns_process()
@@ -221,14 +245,23 @@ def open_run(
         ) as ps,
     ):
         connected = times.read()
+        store = _open_bucket(run_dir, ps.world)
         run_on_all_ranks(lambda: str(make_run_dir(folder)), ps.world)
         with (
             lock_run(folder, ps.world) as renew_lock,
             report_errors(folder) if is_own else record_errors(folder),
+            # Outside of the watch, which would end a stop that is over but for this.
+            open_mirror(
+                folder,
+                store,
+                get_patience=get_patience,
+                log=warn,
+                event=lambda name, facts: notices.append((name, facts)),
+            ) as mirror,
             watch_ranks(
                 folder,
                 ps.world,
-                stop_reason=why_stop,
+                stop_reason=note_stop,
                 allow=timeouts.start_timeout,
                 grace=timeouts.grace,
                 renew_lock=renew_lock,
@@ -255,7 +288,11 @@ def open_run(
                     **({} if started is None else {"imports": started}),
                     "connect": sum(connected.values()),
                 },
+                url=find_url(run_dir),
+                mirror=mirror,
             )
+            if run.url is not None:
+                run.log(f"the run works in {folder}, which is copied to {run.url}")
             _check_start(run, numerics)
             yield run
 
@@ -267,6 +304,19 @@ def _find_stop_reason(
     if given is None and is_own:
         return trap_signals()
     return contextlib.nullcontext(given or (lambda: None))
+
+
+def _open_bucket(run_dir: str | Path, axis: Axis) -> Store | None:
+    """Return the store of a directory that is a URL, on the first rank, after trying it."""
+    stores: list[Store] = []
+
+    def check() -> None:
+        if axis.index == 0 and find_url(run_dir) is not None:
+            stores.append(open_store(run_dir))
+            check_store(stores[0])
+
+    run_on_all_ranks(check, axis)
+    return stores[0] if stores else None
 
 
 def _check_start(run: Run, numerics: Numerics | None) -> None:
@@ -340,6 +390,12 @@ class Run:
 
     startup: Mapping[str, float] = attrs.field(factory=dict)
     """Seconds of the phases of the start that are over when `open_run` yields."""
+
+    url: str | None = None
+    """The URL of the run directory, if it is in a bucket."""
+
+    mirror: Mirror | None = None
+    """What copies the directory into its bucket, if it has one, on the first rank."""
 
     stop_code: int = EXIT_SAVED
     """The exit code of a run that is stopped."""
@@ -442,6 +498,7 @@ class Run:
         rules = rules or checkpoint.ResumeRules()
         # Before the first step, not at the first save, hours later.
         checkpoint.check_disk_space(self.dir, stages, axis=self.ps.world, log=self.log)
+        request = self._fetch(request)
         state = checkpoint.resume(
             self.dir,
             TrainState(),
@@ -459,10 +516,24 @@ class Run:
         )
         self.log("\n".join(self.resume_messages) or "starting from scratch")
         self._write_config()
+        if self.mirror is not None:
+            self.mirror.begin(sets_aside=request != "auto")
         self.flops_per_token, self.hardware_flops_per_token = _count_flops_per_token(
             model, rows, stages, pp=self.ps.pp
         )
         return state
+
+    def _fetch(self, request: str | Path) -> str | Path:
+        """Fetch what the run resumes from, if it is in a bucket; return its path."""
+
+        def fetch() -> str | None:
+            if self.ps.world.index != 0:  # the ranks share the folder
+                return None
+            if self.url is not None:
+                fetch_run(self.url, request, log=self.log)
+            return str(fetch_request(request, log=self.log))
+
+        return run_on_all_ranks(fetch, self.ps.world)[0]
 
     def _write_config(self) -> None:
         if self.ps.world.index == 0 and self.config is not None:
@@ -544,6 +615,8 @@ class Run:
         )
         checkpoints = checkpoints or checkpoint.CheckpointOptions()
         intervals.check(checkpoints.save_every)
+        if self.mirror is not None:
+            self.mirror.retention = checkpoints.retention
         return Loop(
             run=self,
             stages=modules_of(stages),
@@ -764,7 +837,7 @@ class Loop:
             retention=self._checkpoints.retention,
             background=self._checkpoints.background_saves,
             # At least as long as this `watch_ranks` waits by default.
-            grace=run.timeouts.grace or 25.0,
+            grace=run.timeouts.grace or _GRACE,
             # No power cut then loses lines of steps that no restart repeats.
             before_commit=partial(fsync_jsonl, run.dir),
             log=run.log,

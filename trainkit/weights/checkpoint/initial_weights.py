@@ -11,6 +11,7 @@ import attrs
 from torch import nn
 
 from trainkit.types import CheckpointError, ConfigError, ParallelState
+from trainkit.weights.checkpoint.bucket_runs import fetch_request, fetch_run
 from trainkit.weights.checkpoint.manifest import MANIFEST, inspect_files, list_checkpoints
 from trainkit.weights.checkpoint.run_state import hash_weights
 from trainkit.weights.checkpoint.safe_files import read_json
@@ -61,7 +62,7 @@ def find_initial_weights(
 
     Args:
         init: The requested run, checkpoint or Hugging Face folder, if any.
-        run_dir: The run directory.
+        run_dir: The run directory; of a URL the newest checkpoint is fetched (`fetch_run`).
         request: What the run resumes from, as for `checkpoint.resume`.
 
     Raises:
@@ -71,7 +72,8 @@ def find_initial_weights(
         >>> find_initial_weights("runs/pretrain", run_dir="/does/not/exist").source
         PosixPath('runs/pretrain')
     """
-    checkpoint, facts = _find_checkpoint_to_resume(Path(run_dir), request)
+    run_dir, request = fetch_run(run_dir, request), fetch_request(request)
+    checkpoint, facts = _find_checkpoint_to_resume(run_dir, request)
     if checkpoint is None:
         return InitialWeights(None if init is None else Path(init))
     # Runs of adapters record their base, other runs the source of their initial weights. Either may
@@ -81,7 +83,7 @@ def find_initial_weights(
     saved_hash = {name: value for name, value in facts.items() if name == _FACT}
     # Checkpoints of adapters do not contain their base, so it must be read again.
     is_full_model = "base" not in facts
-    resume_from = (Path(run_dir) if request == "auto" else checkpoint) if is_full_model else None
+    resume_from = (run_dir if request == "auto" else checkpoint) if is_full_model else None
     if init is None:
         return InitialWeights(recorded, resume_from, saved_hash)
     if recorded is not None:
@@ -144,14 +146,14 @@ def read_resume_facts(run_dir: Path | str, request: str | Path = "auto") -> Mapp
     of the run, whose facts differ only by what has happened since.
 
     Args:
-        run_dir: The run directory.
+        run_dir: The run directory; of a URL the newest checkpoint is fetched (`fetch_run`).
         request: As for `resume`.
 
     Examples:
         >>> read_resume_facts("/does/not/exist")
         {}
     """
-    return _find_checkpoint_to_resume(Path(run_dir), request)[1]
+    return _find_checkpoint_to_resume(fetch_run(run_dir, request), fetch_request(request))[1]
 
 
 def _find_checkpoint_to_resume(

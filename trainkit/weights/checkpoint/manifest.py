@@ -102,8 +102,18 @@ def read_manifest(path: Path | str, *, form: str = FORMAT) -> dict[str, Any]:
     Raises:
         CheckpointError: It is missing, damaged, not a manifest, or of a later version.
     """
+    return parse_manifest(path, read_bounded(Path(path) / MANIFEST, _MANIFEST_BYTES), form=form)
+
+
+def parse_manifest(
+    path: Path | str, data: bytes | bytearray, *, form: str = FORMAT
+) -> dict[str, Any]:
+    """Return a manifest that has been read from `path`, as `read_manifest`.
+
+    Raises:
+        CheckpointError: See `read_manifest`.
+    """
     file = Path(path) / MANIFEST
-    data = read_bounded(file, _MANIFEST_BYTES)
     manifest = parse_json(file, data, _MANIFEST_VALUES)
     problems = _find_manifest_problems(manifest, data, form)
     if problems:
@@ -290,9 +300,20 @@ def list_checkpoints(directory: Path | str) -> list[Path]:
 
 def _parse_name(path: Path) -> tuple[int, int]:
     """Return the step in a checkpoint's name, and the index of the save of that step."""
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1]), int(match[2] or 0)
+    parsed = parse_checkpoint_name(path.name)
+    assert parsed is not None
+    return parsed
+
+
+def parse_checkpoint_name(name: str) -> tuple[int, int] | None:
+    """Return the step in a name and the index of the save of that step; None for another name.
+
+    Examples:
+        >>> parse_checkpoint_name("step_00000012-1"), parse_checkpoint_name("lock")
+        ((12, 1), None)
+    """
+    match = _NAME.fullmatch(name)
+    return None if match is None else (int(match[1]), int(match[2] or 0))
 
 
 def find_first_verified(paths: Iterable[Path], log: Log) -> tuple[Path | None, list[str]]:

@@ -1,0 +1,35 @@
+"""Buckets of object stores: their URLs, and the few functions on objects that a run needs.
+
+Needs the extra `buckets`.
+"""
+
+from trainkit.buckets.store import (
+    Store,
+    check_store,
+    clean_uploads,
+    delete_files,
+    get_bytes,
+    get_file,
+    get_range,
+    list_files,
+    open_store,
+    put_bytes,
+    put_file,
+)
+from trainkit.buckets.urls import cache_folder, find_url
+
+__all__ = [
+    "Store",
+    "cache_folder",
+    "check_store",
+    "clean_uploads",
+    "delete_files",
+    "find_url",
+    "get_bytes",
+    "get_file",
+    "get_range",
+    "list_files",
+    "open_store",
+    "put_bytes",
+    "put_file",
+]

@@ -1,0 +1,77 @@
+"""URLs of buckets, also where a flag has made a path of one, and the folder for local copies."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from trainkit.types import ConfigError
+
+# `Path` makes s3:/bucket of s3://bucket, and flags for folders are paths.
+_URL = re.compile(r"(s3|gs|az):(?:/{1,2}([^/].*)?)?")
+
+
+def find_url(path: str | Path) -> str | None:
+    """Return the URL that a text or a path stands for, or None for a path of this machine.
+
+    Args:
+        path: A path, `s3://bucket/key`, or what `Path` makes of that.
+
+    Returns:
+        The URL, without slashes at its end.
+
+    Raises:
+        ConfigError: It has no bucket, or it has a user, a password or a query: what a URL contains
+            is written into logs.
+
+    Examples:
+        >>> find_url(Path("s3://bucket/run")), find_url("runs/pretrain")
+        ('s3://bucket/run', None)
+    """
+    match = _URL.fullmatch(str(path))
+    if match is None:
+        return None
+    scheme, rest = match[1], (match[2] or "").rstrip("/")
+    parts = urlsplit(f"{scheme}://{rest}")
+    # Neither the URL nor a part of it is in the message, as both may contain a key.
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise ConfigError(
+            f"find_url: a {scheme}:// URL contains a user, a password or a query",
+            where="url",
+            want=f"{scheme}://BUCKET/NAME",
+            hint="leave it out: credentials come from the environment, from ~/.aws, or from the "
+            "machine's own account",
+        )
+    if not parts.netloc:
+        raise ConfigError(
+            f"find_url: {scheme}:// names no bucket", where="url", want=f"{scheme}://BUCKET/NAME"
+        )
+    if any(part in ("", ".", "..") for part in rest.split("/")):
+        raise ConfigError(
+            f"find_url: {scheme}://{rest} has an empty part, or one of dots",
+            where="url",
+            hint="name the object as the bucket lists it",
+        )
+    return f"{scheme}://{rest}"
+
+
+def cache_folder(kind: str, url: str) -> Path:
+    """Return the folder of this machine that belongs to a URL.
+
+    It is below TRAINKIT_CACHE, or else below XDG_CACHE_HOME or ~/.cache.
+
+    Args:
+        kind: "runs" for run directories, "files" for corpora.
+        url: The URL, from `find_url`.
+
+    Examples:
+        >>> cache_folder("runs", "s3://bucket/run").parts[-4:]
+        ('runs', 's3', 'bucket', 'run')
+    """
+    home = os.environ.get("TRAINKIT_CACHE")
+    if not home:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainkit"
+    scheme, _, rest = url.partition("://")
+    return Path(home) / kind / scheme / rest
