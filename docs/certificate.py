@@ -20,7 +20,7 @@ import torch
 PAGE = Path(__file__).with_suffix(".md")
 COMMAND = [sys.executable, "-m", "trainkit", "certify", "--markdown"]
 HEAD = """\
-![Every layout of the decoder: differences from one process](pictures/certificate.png)
+![Every layout of the decoder: differences from one process](pictures/certificate-reported.png)
 
 [How to read a certificate](howto/coming-from-another-trainer.md#how-to-read-a-certificate) has the
 names of the rows, [my loss differs from one rank](howto/my-loss-differs.md) makes one of your own

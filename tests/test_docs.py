@@ -191,7 +191,9 @@ def test_the_readme_is_read_in_a_few_minutes():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 
-@pytest.mark.parametrize("name", ["certificate.png", "certificate-dark.png"])
+@pytest.mark.parametrize(
+    "name", ["certificate.png", "certificate-dark.png", "certificate-reported.png"]
+)
 def test_the_picture_of_the_certificate_has_the_numbers_of_its_page(name):
     script = load_script(DOCS / "pictures" / "certificate.py")
     with Image.open(DOCS / "pictures" / name) as picture:

@@ -1,10 +1,11 @@
-"""Draw certificate.png and certificate-dark.png: the layouts' differences from one process.
+"""Draw certificate.png, in light and dark, and certificate-reported.png.
 
 python docs/pictures/certificate.py
 
-The numbers are those of the decoder's table in docs/certificate.md, of the mistakes in
-docs/howto/my-loss-differs.md, and the losses that a comment in torchtitan #3029 reports. The
-pictures carry a hash of the numbers, which the tests compare.
+The first has the differences of layouts from one process, those of the decoder's table in
+docs/certificate.md, and those of the mistakes in docs/howto/my-loss-differs.md. The second has
+beside them the losses that a comment in torchtitan #3029 reports, for which a reader needs the
+explanation that stands below it. The pictures carry a hash of the numbers, which the tests compare.
 """
 # ruff: noqa: INP001 -- a script
 
@@ -140,8 +141,8 @@ def draw_reported(axes: Any, theme: dict) -> None:
     axes.text(0.5, NOTE, note, ha="center", va="top", color=theme["soft"])
 
 
-def draw(numbers: tuple[list, list], file: Path, theme: dict) -> None:
-    """Draw the picture in one theme."""
+def draw(numbers: tuple[list, list], file: Path, theme: dict, *, reported: bool = False) -> None:
+    """Draw the picture in one theme, with the reported losses or without."""
     style = {
         "font.family": ["Liberation Sans", "DejaVu Sans"],
         "font.size": SIZE,
@@ -156,16 +157,19 @@ def draw(numbers: tuple[list, list], file: Path, theme: dict) -> None:
     }
     layouts, mistakes = numbers
     with mpl.rc_context(style):
+        widths = [3.4, 1.1, 1.5] if reported else [3.4, 1.1]
         figure, panels = plt.subplots(
-            *(1, 3),
-            figsize=(9.4, 3.8),
-            width_ratios=[3.4, 1.1, 1.5],
+            1,
+            len(widths),
+            figsize=(9.4 if reported else 8.2, 3.8),
+            width_ratios=widths,
             sharey=True,
             layout="constrained",
         )
         draw_layouts(panels[0], layouts, theme)
         draw_mistakes(panels[1], mistakes, theme)
-        draw_reported(panels[2], theme)
+        if reported:
+            draw_reported(panels[2], theme)
         for axes in panels:
             axes.set_yscale("log")
             axes.set_ylim(9e-18, 30)
@@ -193,10 +197,11 @@ def read_numbers() -> tuple[list[tuple[str, int, list[float]]], list[float]]:
 
 
 def main() -> None:
-    """Draw the picture, in light and in dark."""
+    """Draw the pictures."""
     numbers = read_numbers()
     for name, theme in THEMES.items():
         draw(numbers, HERE / name, theme)
+    draw(numbers, HERE / "certificate-reported.png", THEMES["certificate.png"], reported=True)
 
 
 if __name__ == "__main__":
