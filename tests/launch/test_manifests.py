@@ -80,6 +80,7 @@ def test_kubernetes_own_schema_allows_the_job(record):
     kubernetes_validate.validate(records_of("job.yaml")[record], "1.34", strict=True)
 
 
+@pytest.mark.filterwarnings("ignore")  # of what skypilot imports
 def test_skypilot_s_schema_allows_its_file():
     if importlib.util.find_spec("sky") is None:
         pytest.skip("skypilot is not installed")

@@ -216,7 +216,7 @@ def _wait_for_verdict(store: dist.Store, launch: Launch, deadline: float) -> Map
             index = _register(entries, launch)
         if entries is not None and entries.check(["verdict"]):
             verdict = orjson.loads(entries.get("verdict"))
-            # A session that has begun without this rank is one of an attempt before.
+            # A session without this rank is one of an earlier attempt.
             if "name" not in verdict or index <= verdict["registered"]:
                 entries.add("read", 1)
                 return verdict
