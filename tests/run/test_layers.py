@@ -155,6 +155,7 @@ def test_every_layout_gives_the_activations_of_one_process(
     check_activations(first, activations_alone[LAYOUTS[layout].get("layers", 2)])
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize(
     "plan",
     [
