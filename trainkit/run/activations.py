@@ -104,12 +104,10 @@ class Activations:
         return {name: merge_sums(torch.stack(parts)) for name, parts in found.items()}
 
     def _sum_tokens(self, sums: Tensor, batch: Mapping[str, Any]) -> Tensor:
-        documents = batch["document_ids"].to(sums.device)
-        found = find_rows(sums, documents, self.tp)
-        # All ranks of tp hold the whole rows equally, or each a slice of the sequence.
-        is_copy = found is not None and found.index.numel() == documents.numel()
-        if found is None or (is_copy and self.tp.index > 0):
+        found = find_rows(sums, batch["document_ids"].to(sums.device), self.tp)
+        if found is None:
             return sums.new_zeros(5)
+        # Where ranks of tp hold equal rows, all tokens count equally often, and shares are the same.
         return merge_sums(found.rows[found.index >= 0].reshape(-1, 5))
 
     def start(self, stage: int, *_: object) -> None:
