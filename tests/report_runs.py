@@ -252,6 +252,19 @@ def make_layers(lines, *, layers=12, every=50):
                     "nonfinite": [0] * len(names),
                 }
             )
+        rms = np.linspace(0.6, 1.8 + share, layers)
+        found.append(
+            {
+                "step": line["step"],
+                "time": line["time"],
+                "kind": "activation",
+                "names": [f"layers.{layer}" for layer in range(layers)],
+                "rms": rms.tolist(),
+                "largest": (rms * 14).tolist(),
+                "zeros": [0] * layers,
+                "nonfinite": [0] * layers,
+            }
+        )
     return found
 
 

@@ -3,11 +3,15 @@
 import attrs
 import pytest
 import torch
+from own_process import own_process
 from recipe_runs import events
 from torch import nn
+from whole_step import CAPACITY, CONFIG, Layout, corpus, input_of
 
 import trainkit as tk
-from trainkit.models import Decoder, make_decoder_config
+from trainkit.losses import next_token_linear
+from trainkit.models import Decoder, init_weights, make_decoder_config
+from trainkit.parallel import compile_blocks, fsdp, recompute, sequence_parallel, tensor_parallel
 from trainkit.run import Timeouts, open_run
 from trainkit.run.layers import measure_tensors, watch_layers
 from trainkit.run.sinks import LoggingOptions, read_jsonl
@@ -33,10 +37,11 @@ def take_step(layout):
             is_due=lambda: True,
             write=lambda *x: found.update([x]),
             axis=ps.world,
-        ):
+        ) as finish:
             for p in params:
                 p.grad = (p * 2).detach()
             optimizer.step()
+            finish([])
     return {kind: attrs.asdict(statistics) for kind, statistics in found.items()}
 
 
@@ -57,6 +62,138 @@ def test_every_layout_gives_the_statistics_of_one_process(axis):
     assert alone["update"]["rms"] == pytest.approx([0.5] * len(alone["update"]["rms"]), rel=1e-6)
 
 
+# ------------------------------------------------------------------------------------- activations
+
+
+def measure_activations(degrees=None, *, rows=1, plan=(), schedule="1f1b", layers=2):
+    """Return the statistics of two steps' activations in fp64: with an update, and without."""
+    text = corpus()
+    model = attrs.evolve(CONFIG, vocab_size=32, width=32, mlp_width=32, layers=layers)
+    bins = tk.pack_bins(text.lengths, CAPACITY, multiple_of=4)
+    found = []
+    with tk.parallel_session(**(degrees or {})) as ps:
+        sharded = fsdp(tk.Layout(reshard_after_forward=schedule == "1f1b"))
+        stages = tk.build_stages(
+            lambda: Decoder(model, head="hidden").double(),
+            ps,
+            [tensor_parallel(), *plan, sharded],
+            weights=init_weights(model, seed=0),
+            schedule=schedule,
+        )
+        # Rows of one process are padded to another multiple than those of two.
+        multiple = 4 if ps.world.count > 1 else 1
+        layout = Layout(rows_per_microbatch=rows, multiple_of=multiple)
+        batch = input_of(Cursor(), ps, layout, text=text, bins=bins)
+        tokens = tk.all_sum(tk.count_valid_tokens(batch.microbatches), ps.loss)
+        run = tk.make_forward_backward(stages, next_token_linear)
+        params = [p for stage in stages for p in stage.parameters()]
+        optimizer = torch.optim.SGD(params, lr=0.0)
+        if any(step.kind == "compiled" for step in plan):
+            run(batch.microbatches, denominator=tokens)  # compiles without hooks
+        with watch_layers(
+            stages,
+            optimizer,
+            is_due=lambda: True,
+            write=lambda *x: found.append(x),
+            axis=ps.world,
+        ) as finish:
+            tk.step.evaluate(stages, batch.microbatches, next_token_linear)  # is not counted
+            run(batch.microbatches, denominator=tokens)
+            optimizer.step()
+            finish(batch.microbatches)
+            for _ in range(2):  # the step is taken again, and its update is skipped
+                run(batch.microbatches, denominator=tokens)
+            finish(batch.microbatches)
+        run(batch.microbatches, denominator=tokens)
+    assert [kind for kind, _ in found] == ["weight", "gradient", "update", *["activation"] * 2]
+    return [attrs.asdict(statistics) for kind, statistics in found if kind == "activation"]
+
+
+LAYOUTS = {
+    "dp": {"degrees": {"dp_shard": 2}},
+    "tp": {"degrees": {"tp": 2}},
+    "tp with slices": {"degrees": {"tp": 2}, "plan": (sequence_parallel(),)},
+    "ring": {"degrees": {"ring": 2}, "plan": (sequence_parallel(),)},
+    "pp": {"degrees": {"pp": 2}},
+    "zero bubble": {"degrees": {"pp": 2}, "schedule": "zero_bubble_v", "layers": 4},
+}
+
+
+def measure_all():
+    return {name: measure_activations(**case) for name, case in LAYOUTS.items()}
+
+
+@pytest.fixture(scope="module")
+def activations_alone():
+    """Return what one process measures in one microbatch, by the number of layers."""
+    with own_process():
+        return {n: measure_activations(rows=4, layers=n) for n in (2, 4)}
+
+
+@pytest.fixture(scope="module")
+def activations_by_rank():
+    return run_ranks(measure_all, 2)
+
+
+def check_activations(found, alone):
+    assert len(found) == 2
+    for step in found:
+        # Names have the order of the ranks, which is another one in a schedule shaped like a V.
+        order = [step["names"].index(name) for name in alone[0]["names"]]
+        for name in ("rms", "largest", "zeros", "nonfinite"):
+            values = [step[name][i] for i in order]
+            assert values == pytest.approx(alone[0][name], rel=1e-10), name
+    assert min(found[0]["rms"]) > 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_activations_of_one_process(
+    layout, activations_by_rank, activations_alone
+):
+    first, second = (found[layout] for found in activations_by_rank)
+    assert first == second
+    check_activations(first, activations_alone[LAYOUTS[layout].get("layers", 2)])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize(
+    "plan",
+    [
+        (recompute("full"),),
+        (recompute("0.4"),),  # whose first pass has a trial
+        (recompute("full"), compile_blocks(backend="aot_eager")),
+    ],
+    ids=lambda plan: "+".join(step.kind for step in plan),
+)
+@pytest.mark.usefixtures("own_process")
+def test_recomputed_and_compiled_blocks_are_counted_once(plan, activations_alone):
+    check_activations(measure_activations(plan=plan), activations_alone[2])
+
+
+def test_the_zeros_and_nan_of_blocks_are_counted_and_padding_is_not():
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ReLU()])})
+    model.forward = lambda x: model["layers"][0](x)  # noqa: PLW0108 (a module: it has hooks)
+    x = torch.tensor([[[3.0, -1.0], [torch.nan, 4.0], [9.0, 9.0]]])
+    found = {}
+    with watch_layers(
+        model,
+        torch.optim.SGD([torch.zeros(1)]),
+        is_due=lambda: True,
+        write=lambda *x: found.update([x]),
+    ) as finish:
+        model(x)
+        finish([{"document_ids": torch.tensor([[0, 0, -1]])}])
+    assert not model["layers"][0]._forward_hooks
+    assert list(found) == ["activation"]
+    found = found["activation"]
+    assert (found.names, found.largest) == (["layers.0"], [4.0])
+    assert found.rms == pytest.approx([(25 / 3) ** 0.5])
+    assert (found.zeros, found.nonfinite) == ([0.25], [0.25])
+
+
+# ------------------------------------------------------------------------------------- every tensor
+
+
 def test_what_is_not_finite_is_counted_and_does_not_spoil_the_rest():
     x = torch.tensor([3.0, torch.nan, torch.inf, 0.0, -4.0])
     found = measure_tensors({"x": x})
@@ -73,8 +210,9 @@ def test_a_parameter_without_a_gradient_and_an_empty_one_are_zeros():
         optimizer,
         is_due=lambda: True,
         write=lambda *x: found.update([x]),
-    ):
+    ) as finish:
         optimizer.step()
+        finish([])
     assert found["weight"].rms == [1.0, 0.0]
     assert found["gradient"].rms == found["update"].rms == [0.0, 0.0]
 

@@ -62,7 +62,9 @@ def test_the_page_explains_every_field_of_a_run(ground, tmp_path):
     assert {"start", "startup", "host", "save", "profile", "evaluation"} <= events
     assert events <= list_documented("event")
     explained = set(NAME.findall(PAGE.read_text().partition("`layers.jsonl`, with")[2]))
-    assert set(read_jsonl(tmp_path / "layers.jsonl")[0]) <= explained | {"time"}
+    lines = read_jsonl(tmp_path / "layers.jsonl")
+    assert set(lines[0]) | {line["kind"] for line in lines} <= explained | {"time"}
+    assert {"activation"} < {line["kind"] for line in lines}
 
 
 # -------------------------------------------------------------------------------------- it is slow

@@ -25,15 +25,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from trainkit.batch.shards import contiguous_shard
 from trainkit.files import atomic_write
 from trainkit.parallel.grad_reduction import get_local
 from trainkit.parallel.name_patterns import match_names
 from trainkit.parallel.parameters import canonical_name
 from trainkit.parallel.recompute import is_trial
 from trainkit.parallel.stage_ranks import as_stages, get_stage_places
+from trainkit.run.activations import Rows, find_rows, find_tensors
 from trainkit.run.layers import gather_names
-from trainkit.types import SOLO, Axis, DataError, Hidden, Share, Stages
+from trainkit.types import SOLO, Axis, DataError, Share, Stages
 
 _FORMAT = "trainkit-capture-1"
 _INDEX = "token_index"
@@ -226,7 +226,7 @@ class _Pass:
         self.seen[name] = number + 1
         suffix = f"/call_{number}" if number else ""
         end = f"{suffix}/microbatch_{self.microbatch}"
-        for path, x in _find_tensors(output).items():
+        for path, x in find_tensors(output).items():
             self.captured.tensors[f"{name}/output{path}{end}"] = _copy(x)
             if gradients and x.requires_grad:
                 x.register_hook(partial(self.copy_gradient, f"{name}/grad{path}{end}"))
@@ -235,24 +235,6 @@ class _Pass:
         # A schedule that splits the backward pass comes here twice, with the same gradient.
         if key not in self.captured.tensors:
             self.captured.tensors[key] = _copy(gradient)
-
-
-def _find_tensors(output: Any, path: str = "") -> dict[str, Tensor]:
-    """Return the tensors of a module's output, each with its path: "" if it is the output."""
-    if isinstance(output, Tensor):
-        return {path: output}
-    if isinstance(output, Hidden):  # its weight is a parameter
-        return {f"{path}.hidden": output.hidden}
-    if isinstance(output, Mapping):
-        fields = [*output.items()]
-    elif isinstance(output, (tuple, list)):
-        fields = [*zip(getattr(output, "_fields", range(len(output))), output, strict=True)]
-    else:
-        return {}
-    found: dict[str, Tensor] = {}
-    for name, value in fields:
-        found |= _find_tensors(value, f"{path}.{name}")
-    return found
 
 
 def _copy(x: Tensor) -> Tensor:
@@ -341,13 +323,6 @@ class _File(NamedTuple):
 
     facts: dict[str, Any]
     tensors: dict[str, Tensor]
-
-
-class _Rows(NamedTuple):
-    """Rows, and the token of each."""
-
-    index: Tensor
-    rows: Tensor
 
 
 @attrs.frozen(eq=False)
@@ -463,34 +438,20 @@ def _group_parts(files: Iterable[_File]) -> dict[str, dict[tuple[int, int], Tens
 
 def _find_all_rows(
     files: Sequence[_File], parts: Mapping[tuple[int, int], Tensor]
-) -> list[_Rows] | None:
+) -> list[Rows] | None:
     """Return the rows of each part; None if one of them has no row for each token."""
-    found: list[_Rows] = []
+    found: list[Rows] = []
     for (rank, microbatch), x in parts.items():
         tp = Share(*files[rank].facts["tp"])
-        rows = _find_rows(x, files[rank].tensors[f"{_INDEX}/microbatch_{microbatch}"], tp)
+        rows = find_rows(x, files[rank].tensors[f"{_INDEX}/microbatch_{microbatch}"], tp)
         if rows is None:
             return None
         is_token = rows.index >= 0
-        found.append(_Rows(rows.index[is_token], rows.rows[is_token]))
+        found.append(Rows(rows.index[is_token], rows.rows[is_token]))
     return found
 
 
-def _find_rows(x: Tensor, index: Tensor, tp: Share) -> _Rows | None:
-    """Return the rows of an output by its shape, where `index` `[B, S]` are a microbatch's tokens.
-
-    It is `[B, S, ...]` or `[B * S, ...]`, where S may be divided by tp (sequence-parallel norms).
-    """
-    has_slices = index.shape[1] % tp.count == 0
-    for part in (index, contiguous_shard(index, tp) if has_slices else index):
-        if x.shape[:2] == part.shape:
-            return _Rows(part.flatten(), x.flatten(0, 1))
-        if x.ndim and len(x) == part.numel():
-            return _Rows(part.flatten(), x)
-    return None
-
-
-def _merge_rows(parts: Sequence[_Rows] | None, tokens: Tensor, *, is_partial: bool) -> _Merged:
+def _merge_rows(parts: Sequence[Rows] | None, tokens: Tensor, *, is_partial: bool) -> _Merged:
     """Return one row for each token; `is_partial` allows those of several ranks to be summed."""
     if parts is None:
         return _Merged(why="it has no row for each token")

@@ -17,7 +17,7 @@ import torch
 
 from trainkit.run.capture import Capture, capture, write_capture
 from trainkit.run.find_nan import find_first_nan
-from trainkit.run.layers import LayerStatistics, watch_layers
+from trainkit.run.layers import FinishStep, LayerStatistics, watch_layers
 from trainkit.run.profiling import ProfileSummary, profile
 from trainkit.run.sinks.jsonl import WriteEvent, open_events
 from trainkit.run.sinks.named import LoggingOptions, ProfileSteps
@@ -35,6 +35,8 @@ class Instruments:
     options: LoggingOptions
     write_event: WriteEvent
     log: Log
+    finish_layers: FinishStep | None = None
+    """Writes the statistics by layer of a step, if there are any."""
     step: int = 0
     """The step that is being taken, or comes next."""
     _steps: ProfileSteps | None = None  # to profile next, or now
@@ -60,7 +62,9 @@ class Instruments:
             )
 
     def end_step(self, batch: StepBatch) -> None:
-        """Write what the step has captured, before anything else calls the model."""
+        """Write what the step has measured and captured, before anything else calls the model."""
+        if self.finish_layers is not None:
+            self.finish_layers(batch.microbatches)
         captured = self._captured
         if captured is None:
             return
@@ -173,7 +177,9 @@ def open_instruments(
     )
     with contextlib.ExitStack() as stack:
         if options.layers_every:
-            stack.enter_context(_write_layers(instruments, optimizer, last_step, logger.warning))
+            instruments.finish_layers = stack.enter_context(
+                _write_layers(instruments, optimizer, last_step, logger.warning)
+            )
         if options.anomaly:
             stack.enter_context(find_first_nan())
         stack.callback(instruments.close)
@@ -183,8 +189,8 @@ def open_instruments(
 @contextlib.contextmanager
 def _write_layers(
     instruments: Instruments, optimizer: torch.optim.Optimizer, last_step: int, log: Log
-) -> Iterator[None]:
-    """Write statistics by layer at the steps that are due, on the first rank."""
+) -> Iterator[FinishStep]:
+    """Write statistics by layer of the steps that are due, on the first rank."""
     world = instruments.stages.world
     with contextlib.ExitStack() as stack:
         append: WriteEvent = lambda *_, **__: None  # noqa: E731 (on other ranks)
@@ -204,7 +210,7 @@ def _write_layers(
                 nonfinite=found.nonfinite,
             )
 
-        stack.enter_context(
+        finish = stack.enter_context(
             watch_layers(
                 instruments.stages,
                 optimizer,
@@ -215,4 +221,4 @@ def _write_layers(
                 axis=world,
             )
         )
-        yield
+        yield finish

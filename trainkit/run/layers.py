@@ -1,9 +1,10 @@
-"""Statistics of each parameter: its values, its gradient, and how much a step changes it."""
+"""Statistics by layer: parameters, their gradients and updates, and what blocks return."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import attrs
 import torch
@@ -11,9 +12,18 @@ from torch import Tensor, nn
 
 from trainkit.collectives import all_gather, all_gather_objects, get_comm_device
 from trainkit.parallel.parameters import COPY_SUFFIX, get_local_box, get_named_parameters
-from trainkit.types import SOLO, Axis
-
-_SQUARES, _LARGEST, _ZEROS, _NONFINITE, _COUNT = range(5)  # the columns of a table
+from trainkit.parallel.stage_ranks import as_stages
+from trainkit.run.activations import watch_activations
+from trainkit.run.element_sums import (
+    COUNT,
+    LARGEST,
+    NONFINITE,
+    SQUARES,
+    ZEROS,
+    merge_sums,
+    sum_elements,
+)
+from trainkit.types import SOLO, Axis, Stages
 
 
 @attrs.frozen
@@ -36,7 +46,10 @@ class LayerStatistics:
 
 
 WriteLayers = Callable[[str, LayerStatistics], None]
-"""`write(kind, statistics)`, of "weight", "gradient" or "update"."""
+"""`write(kind, statistics)`, of "weight", "gradient", "update" or "activation"."""
+
+FinishStep = Callable[[Sequence[Mapping[str, Any]]], None]
+"""`finish(microbatches)`, called after each step with this rank's microbatches."""
 
 
 def measure_tensors(
@@ -65,7 +78,8 @@ def measure_tensors(
         LayerStatistics(names=['head'], rms=[2.5], largest=[4.0], zeros=[0.5], nonfinite=[0.0])
     """
     names = gather_names(tensors, axis) if names is None else [*names]
-    table = _merge_tables(_tabulate(tensors, names), axis)
+    device = next((x.device for x in tensors.values()), get_comm_device(axis))
+    table = _merge_tables(_tabulate(tensors, names, device), axis)
     return _finish(names, table)
 
 
@@ -85,29 +99,41 @@ def gather_names(names: Iterable[str], axis: Axis) -> list[str]:
 
 @contextmanager
 def watch_layers(
-    stages: Iterable[nn.Module] | nn.Module,
+    stages_or_model: Stages | nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
     is_due: Callable[[], bool],
     write: WriteLayers,
+    blocks: str = "layers.*",
     axis: Axis = SOLO,
-) -> Iterator[None]:
-    """Measure parameters, gradients and updates at the optimizer steps of a block that are due.
+) -> Iterator[FinishStep]:
+    """Measure parameters, gradients, updates and activations in the steps of a block that are due.
 
     Gradients are those that the optimizer gets, after clipping. The rms of an update is its ratio
     to the rms of the parameter before the step, the update-to-weight ratio; its largest value is
     absolute. A step that is due takes a copy of the parameters meanwhile.
 
+    Activations are what blocks return in training passes, over the tokens of all ranks and
+    microbatches; padding is left out, and evaluation and recomputation too. Only a step without an
+    optimizer step, such as one that is skipped for its NaN, has activations alone.
+
     Args:
-        stages: This rank's stages, or any module.
+        stages_or_model: This rank's stages, or any module.
         optimizer: The optimizer of their parameters.
-        is_due: Called before each optimizer step; equal on all ranks.
+        is_due: Called before each pass, before each optimizer step and after each step; equal on
+            all ranks.
         write: Called on every rank with the statistics of each kind.
+        blocks: The name pattern of the blocks, as that of `fsdp`. If no name matches on any rank,
+            there are no activations.
         axis: All ranks, `ps.world`.
 
+    Yields:
+        A function to call after each step, on every rank, with this rank's microbatches, whose
+        "document_ids" say what is padding. A block without any token counted has zeros.
+
     Effects:
-        Registers two hooks of the optimizer; a step that is due communicates on `axis` once,
-        and waits for the device.
+        Hooks the optimizer, the stages and the blocks; a step that is due communicates on `axis`
+        once, and waits for the device.
 
     Examples:
         >>> model = nn.Linear(1, 1, bias=False)
@@ -115,21 +141,24 @@ def watch_layers(
         >>> _ = model.weight.data.fill_(2.0)
         >>> def write(kind, found):
         ...     print(kind, found.rms)
-        >>> with watch_layers(model, optimizer, is_due=lambda: True, write=write):
+        >>> with watch_layers(model, optimizer, is_due=lambda: True, write=write) as finish:
         ...     model.weight.grad = torch.ones(1, 1)
         ...     optimizer.step()
+        ...     finish([])
         weight [2.0]
         gradient [1.0]
         update [0.25]
     """
+    stages = as_stages(stages_or_model, "watch_layers")
     params = {
         name: p
         for name, p in get_named_parameters(stages).items()
         if p.requires_grad and COPY_SUFFIX not in name
     }
     names = gather_names(params, axis)
+    device = next((p.device for p in params.values()), get_comm_device(axis))
     before: dict[str, Tensor] = {}
-    tables: list[Tensor] = []
+    tables: dict[str, Tensor] = {}
 
     def start(*_: object) -> None:
         tables.clear()
@@ -138,60 +167,65 @@ def watch_layers(
             return
         with torch.no_grad():
             gradients = {name: p.grad for name, p in params.items() if p.grad is not None}
-            tables.append(_tabulate(params, names))
-            tables.append(_tabulate(gradients, names, device=tables[0].device))
+            tables["weight"] = _tabulate(params, names, device)
+            tables["gradient"] = _tabulate(gradients, names, device)
             before.update({name: p.detach().clone() for name, p in params.items()})
 
-    def finish(*_: object) -> None:
+    def end(*_: object) -> None:
         if not tables:
             return
         with torch.no_grad():
             updates = {name: p.detach() - before[name] for name, p in params.items()}
-            tables.append(_tabulate(updates, names))
-        weight, gradient, update = (
-            _finish(names, table) for table in _merge_tables(torch.cat(tables), axis).chunk(3)
-        )
-        ratios = [x / y if y else 0.0 for x, y in zip(update.rms, weight.rms, strict=True)]
-        write("weight", weight)
-        write("gradient", gradient)
-        write("update", attrs.evolve(update, rms=ratios))
-        tables.clear()
+            tables["update"] = _tabulate(updates, names, device)
         before.clear()
 
-    hooks = [
-        optimizer.register_step_pre_hook(start),
-        optimizer.register_step_post_hook(finish),
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with watch_activations(stages, blocks, is_due=is_due) as activations, ExitStack() as stack:
+        block_names = gather_names(activations.names, axis)
+
+        def finish(microbatches: Sequence[Mapping[str, Any]]) -> None:
+            if block_names and is_due():
+                sums = activations.tabulate(microbatches)
+                zeros = torch.zeros(5, dtype=torch.float64, device=device)
+                rows = [sums.get(name, zeros).to(device) for name in block_names]
+                tables["activation"] = torch.stack(rows)
+            if tables:
+                _write_tables(tables, names, block_names, write, axis)
+            tables.clear()
+            activations.clear()
+
+        stack.callback(optimizer.register_step_pre_hook(start).remove)
+        stack.callback(optimizer.register_step_post_hook(end).remove)
+        yield finish
 
 
-def _tabulate(
-    tensors: Mapping[str, Tensor],
+def _write_tables(
+    tables: Mapping[str, Tensor],
     names: Sequence[str],
-    *,
-    device: torch.device | None = None,
-) -> Tensor:
+    block_names: Sequence[str],
+    write: WriteLayers,
+    axis: Axis,
+) -> None:
+    """Merge the tables of all ranks in one collective, and write the statistics of each."""
+    merged = _merge_tables(torch.cat([*tables.values()]), axis)
+    parts = merged.split([len(table) for table in tables.values()])
+    found = {
+        kind: _finish(block_names if kind == "activation" else names, part)
+        for kind, part in zip(tables, parts, strict=True)
+    }
+    if "update" in found:
+        pairs = zip(found["update"].rms, found["weight"].rms, strict=True)
+        found["update"] = attrs.evolve(found["update"], rms=[x / y if y else 0.0 for x, y in pairs])
+    for kind, statistics in found.items():
+        write(kind, statistics)
+
+
+def _tabulate(tensors: Mapping[str, Tensor], names: Sequence[str], device: torch.device) -> Tensor:
     """Return the sums of this rank's elements, fp64 `[N, 5]`; zeros for what it does not hold."""
-    # Where no parameter has a gradient, the device is that of the parameters.
-    device = next((x.device for x in tensors.values()), device)
     table = torch.zeros(len(names), 5, dtype=torch.float64, device=device)
     for row, name in enumerate(names):
-        if name not in tensors:
-            continue
-        local = get_local_box(tensors[name]).local
-        if not local.numel():
-            continue
-        is_finite = local.isfinite()
-        values = torch.where(is_finite, local, 0).double()
-        table[row, _SQUARES] = values.square().sum()
-        table[row, _LARGEST] = values.abs().max()
-        table[row, _ZEROS] = (local == 0).sum()
-        table[row, _NONFINITE] = is_finite.logical_not().sum()
-        table[row, _COUNT] = local.numel()
+        local = get_local_box(tensors[name]).local if name in tensors else None
+        if local is not None and local.numel():
+            table[row] = sum_elements(local.reshape(-1))
     return table
 
 
@@ -199,19 +233,16 @@ def _merge_tables(table: Tensor, axis: Axis) -> Tensor:
     """Return the table of all ranks: sums, and in one column the largest."""
     # Gathered and not reduced, as one all-reduce cannot take sums and maxima.
     device = get_comm_device(axis)
-    by_rank = all_gather(table.to(device).unsqueeze(0), axis, dim=0)
-    merged = by_rank.sum(0)
-    merged[:, _LARGEST] = by_rank[:, :, _LARGEST].amax(0)
-    return merged
+    return merge_sums(all_gather(table.to(device).unsqueeze(0), axis, dim=0))
 
 
 def _finish(names: Sequence[str], table: Tensor) -> LayerStatistics:
-    counts = table[:, _COUNT].clamp(min=1)
-    finite = (counts - table[:, _NONFINITE]).clamp(min=1)
+    counts = table[:, COUNT].clamp(min=1)
+    finite = (counts - table[:, NONFINITE]).clamp(min=1)
     return LayerStatistics(
         names=[*names],
-        rms=(table[:, _SQUARES] / finite).sqrt().tolist(),
-        largest=table[:, _LARGEST].tolist(),
-        zeros=(table[:, _ZEROS] / counts).tolist(),
-        nonfinite=(table[:, _NONFINITE] / counts).tolist(),
+        rms=(table[:, SQUARES] / finite).sqrt().tolist(),
+        largest=table[:, LARGEST].tolist(),
+        zeros=(table[:, ZEROS] / counts).tolist(),
+        nonfinite=(table[:, NONFINITE] / counts).tolist(),
     )

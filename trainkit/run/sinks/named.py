@@ -83,8 +83,8 @@ class LoggingOptions:
     fp16 that may be a step whose loss scale is too high, which is skipped without this."""
 
     layers_every: int = attrs.field(default=0, validator=non_negative)
-    """Write statistics of every parameter, its gradient and its update to layers.jsonl every so
-    many steps; 0 for never."""
+    """Write statistics of every parameter, its gradient and its update, and of what every block
+    returns, to layers.jsonl every so many steps; 0 for never."""
 
     capture: str | None = None
     """Write what these modules return in one step, and its gradients, to captures: a pattern of
