@@ -434,6 +434,13 @@ def test_one_batch_in_place_of_a_sequence_is_refused():
         tk.forward_backward(linear(), data(1), squared, denominator=torch.tensor(1), call=call)
 
 
+def test_forward_backward_of_stages_names_the_function_that_takes_them():
+    stages = attach_axes([linear()], tk.solo_parallel())
+    with pytest.raises(tk.ConfigError, match="takes a module, not a Stages") as caught:
+        tk.forward_backward(stages, [data(1)], squared, denominator=torch.tensor(1), call=call)
+    assert "make_forward_backward" in caught.value.hint
+
+
 def own_backward_after_a_step():
     """Return the reduction flags of each FSDP group after forward_backward has failed."""
     from torch.distributed.fsdp import FSDPModule

@@ -45,6 +45,7 @@ from trainkit.types import (
     SOLO,
     Axis,
     Call,
+    ConfigError,
     Denominator,
     ForwardBackward,
     Loss,
@@ -96,8 +97,9 @@ def forward_backward(
     Raises:
         ValueError: There is no microbatch, `reduce` is unknown, a module averages gradients, or the
             loss does not return (sum, {name: sum}).
-        ConfigError: A row has several documents and the model leaks between them, as models with a
-            recurrent state do; see `testing.check_packing`.
+        ConfigError: `model` is no module; for a `Stages`, use `make_forward_backward`. Or a row has
+            several documents and the model leaks between them, as models with a recurrent state do;
+            see `testing.check_packing`.
 
     Effects:
         Adds to the `.grad` of the parameters of `model`; communicates over the axes that its
@@ -113,6 +115,13 @@ def forward_backward(
         >>> model.weight.grad.item()
         4.0
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"forward_backward: it takes a module, not a {type(model).__name__}",
+            where="model",
+            got=type(model).__name__,
+            hint="make_forward_backward(stages, loss) returns this function for a Stages",
+        )
     _check_microbatches(microbatches)
     # A lookup in a set takes less time than `check_choice`, and this runs in every step.
     if reduce not in {"last", "each"}:
