@@ -21,6 +21,8 @@ from trainkit.weights.checkpoint import (
 )
 from trainkit.weights.checkpoint.bucket_runs import list_remote
 
+# In the process of somebody else `open_run` traps no signal, and raises errors as they are.
+pytestmark = pytest.mark.usefixtures("own_process")
 TIMEOUTS = Timeouts(start_timeout=60.0, step_timeout=60.0, grace=20.0)
 OPTIONS = CheckpointOptions(save_every=2, keep=2)
 

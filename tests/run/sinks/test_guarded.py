@@ -16,6 +16,7 @@ import pytest
 from trainkit import sinks
 from trainkit.run.log import make_logger
 from trainkit.run.sinks.guards import isolate_sinks, redacted
+from trainkit.run.sinks.mlflow import open_mlflow
 from trainkit.run.sinks.named import named_sinks
 from trainkit.run.sinks.open_run_sinks import open_run_sinks
 from trainkit.run.sinks.ray import open_ray
@@ -175,6 +176,7 @@ def test_a_page_that_fails_in_any_way_costs_one_warning(
         ("wandb", open_wandb, "sinks"),
         ("torch.utils.tensorboard", open_tensorboard, "sinks"),
         ("ray", open_ray, "ray"),
+        ("mlflow", open_mlflow, "mlflow"),
     ],
 )
 def test_a_missing_library_names_what_to_install(library, make, extra, tmp_path, monkeypatch):
@@ -330,6 +332,145 @@ def test_sinks_are_opened_by_their_names(tmp_path, server):
     assert [step for step, _ in server.runs[get_run_id(tmp_path)["run"]]][-1] == STEPS
     with pytest.raises(ConfigError, match="no sink is called 'wandbb'"):
         named_sinks(["wandbb"], tmp_path)
+
+
+# ------------------------------------------------------------------------------------ mlflow
+
+
+class Mlflow:
+    """A stand-in for MLflow's client and its server, which keeps what it was sent."""
+
+    def __init__(self):
+        self.entities = types.SimpleNamespace(
+            Metric=lambda key, value, _, step: (key, value, step),
+            Param=lambda key, value: (key, value),
+        )
+        self.MlflowException = RuntimeError
+        self.MlflowClient = lambda: self
+        self.experiments, self.runs = set(), {}
+
+    def get_tracking_uri(self):
+        return "http://127.0.0.1:5000"
+
+    def get_experiment_by_name(self, name):
+        return types.SimpleNamespace(experiment_id=name) if name in self.experiments else None
+
+    def create_experiment(self, name):
+        self.experiments.add(name)
+
+    def search_runs(self, experiments, text, *, max_results):
+        found = [run for run in self.runs.values() if run.experiment in experiments]
+        identity = re.fullmatch("tags.`trainkit.run` = '(.*)'", text)[1]
+        return [run for run in found if run.tags["trainkit.run"] == identity][:max_results]
+
+    def create_run(self, experiment, start_time, tags, run_name):
+        del start_time
+        run_id = str(len(self.runs))
+        self.runs[run_id] = types.SimpleNamespace(
+            experiment=experiment,
+            tags=tags,
+            name=run_name,
+            info=types.SimpleNamespace(run_id=run_id),
+            data=types.SimpleNamespace(params={}, metrics={}),
+            rows=[],
+            statuses=[],
+        )
+        return self.runs[run_id]
+
+    def log_batch(self, run_id, *, metrics=(), params=()):
+        run = self.runs[run_id]
+        assert not run.data.params.keys() & dict(params), "a parameter is written once"
+        run.data.params.update(params)
+        for name, value, step in metrics:
+            assert re.fullmatch(r"[/\w.\- :]+", name)
+            run.rows.append((step, name, value))
+            run.data.metrics[name] = value
+
+    def update_run(self, run_id, status):
+        self.runs[run_id].statuses.append(status)
+
+    set_terminated = update_run
+
+
+@pytest.fixture
+def mlflow(monkeypatch):
+    library = Mlflow()
+    monkeypatch.setitem(sys.modules, "mlflow", library)
+    return library
+
+
+@pytest.mark.case("E8")
+def test_a_run_that_is_killed_and_goes_on_is_one_run_of_mlflow(tmp_path, mlflow):
+    page = named_sinks(["mlflow"], tmp_path, config={"lr": 0.1, "model": {"width": 8}})
+    for start, steps in ((0, 7), (4, 6), (4, 12), (12, 15)):
+        write_run(tmp_path, steps=steps, start=start, patience=30, **page)
+    with open_mlflow(tmp_path, step=15, config={"lr": 0.2, "rows": 4}) as sink:
+        for step in (16, 17, 15, 16, 17, 18):  # a roll-back: the server keeps what it has
+            sink(step, {"train/loss": 0.0})
+        sink(18, {"eval/acc,none": 0.5})
+    (run,) = mlflow.runs.values()
+    assert (run.experiment, run.name) == ("trainkit", tmp_path.name)
+    assert run.tags == {"trainkit.run": get_run_id(tmp_path)["run"]}
+    assert run.data.params == {"lr": "0.1", "model.width": "8", "rows": "4"}
+    losses = [step for step, name, _ in run.rows if name == "train/loss"]
+    assert losses == list(range(1, 19))
+    assert (18, "eval/acc_none", 0.5) in run.rows
+    assert run.statuses == ["RUNNING", "FINISHED"] * 5
+    assert warnings_of(tmp_path) == []
+
+
+def test_two_directories_of_one_name_are_two_runs_of_mlflow(tmp_path, mlflow):
+    for folder in (tmp_path / "a/run", tmp_path / "b/run"):
+        folder.mkdir(parents=True)
+        with open_mlflow(folder) as sink:
+            sink(1, {"loss": 1.0})
+    assert [run.name for run in mlflow.runs.values()] == ["run", "run"]
+
+
+def test_a_run_that_fails_is_marked_so_in_mlflow(tmp_path, mlflow):
+    page = {"mlflow": partial(open_mlflow, tmp_path)}
+    with contextlib.suppress(KeyError), isolate_sinks(page, log=pytest.fail, patience=30) as sink:
+        sink(1, {"loss": 1.0})
+        raise KeyError
+    assert mlflow.runs["0"].rows == [(1, "loss", 1.0), (1, "step", 1)]
+    assert mlflow.runs["0"].statuses == ["RUNNING", "FAILED"]
+
+
+def test_mlflow_gets_lines_together_and_late_ones_too(tmp_path, mlflow, monkeypatch):
+    clock = iter([0.0, 0.1, 0.2, 1.0, 1.0, 1.1])  # opened, three lines, sent, the fourth line
+    batches, log_batch = [], mlflow.log_batch
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock, 2.0))
+
+    def count(run_id, *, metrics=(), params=()):
+        batches.append(len(metrics))
+        log_batch(run_id, metrics=metrics, params=params)
+
+    mlflow.log_batch = count
+    with open_mlflow(tmp_path) as sink:
+        for step in (1, 2, 3, 4):
+            sink(step, {"loss": 1.0})
+    assert batches == [0, 6, 2]  # the parameters, a second, the end
+
+
+@pytest.mark.case("W1", "W8")
+@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("place", ["get_experiment_by_name", "log_batch", "set_terminated"])
+def test_mlflow_that_fails_costs_one_warning(place, hangs, mlflow, tmp_path, request):
+    request.getfixturevalue("monkeypatch").setenv("MLFLOW_TRACKING_TOKEN", KEY)
+    fail = raising(ConnectionError(f"no route with {KEY}"))
+    setattr(mlflow, place, request.getfixturevalue("hanging") if hangs else fail)
+    write_run(tmp_path, mlflow=partial(open_mlflow, tmp_path), patience=0.3)
+    assert steps_of(tmp_path) == list(range(1, STEPS + 1))
+    (warning,) = warnings_of(tmp_path)
+    off = "is off: ConnectionError: no route with <MLFLOW_TRACKING_TOKEN>"
+    assert warning.startswith(f"the sink 'mlflow' {'has not ended' if hangs else off}")
+
+
+def test_mlflow_s_client_alone_asks_for_a_server(tmp_path, mlflow, monkeypatch):
+    mlflow.get_tracking_uri = lambda: "sqlite:////tmp/mlflow.db"
+    monkeypatch.setattr("importlib.util.find_spec", returning(None))
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_URI"), open_mlflow(tmp_path):
+        pytest.fail("it was opened")
 
 
 # ------------------------------------------------------------------------------------ the guard

@@ -12,6 +12,7 @@ from trainkit.run.sinks.jsonl import (
     read_jsonl,
     read_metrics,
 )
+from trainkit.run.sinks.mlflow import open_mlflow
 from trainkit.run.sinks.named import LoggingOptions
 from trainkit.run.sinks.open_run_sinks import open_run_sinks, summarize_run
 from trainkit.run.sinks.ray import open_ray
@@ -28,6 +29,7 @@ __all__ = [
     "open_console",
     "open_events",
     "open_jsonl",
+    "open_mlflow",
     "open_ray",
     "open_run_sinks",
     "open_tensorboard",

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import attrs
 
+from trainkit.run.sinks.mlflow import open_mlflow
 from trainkit.run.sinks.ray import open_ray
 from trainkit.run.sinks.tensorboard import open_tensorboard
 from trainkit.run.sinks.wandb import open_wandb
@@ -65,8 +66,8 @@ class LoggingOptions:
     """Read the metrics of this many steps at once, a line each; by default 1 on a CPU, else 10.
     Bad steps are detected later: docs/howto/when-numbers-go-bad.md."""
 
-    sinks: tuple[Literal["tensorboard", "wandb", "ray"], ...] = ()
-    """Where metrics go besides metrics.jsonl: tensorboard, wandb, ray."""
+    sinks: tuple[Literal["tensorboard", "wandb", "mlflow", "ray"], ...] = ()
+    """Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, ray."""
 
     peak_flops: float | None = attrs.field(
         default=None, validator=attrs.validators.optional([positive, non_negative])
@@ -104,7 +105,7 @@ def named_sinks(
     """Return the optional sinks by name, with their arguments bound but for `step`.
 
     Args:
-        names: "tensorboard" (into `run_dir`/tensorboard), "wandb" and "ray".
+        names: "tensorboard" (into `run_dir`/tensorboard), "wandb", "mlflow" and "ray".
         run_dir: The run directory.
         config: The configuration that a sink shows with the run: plain values.
 
@@ -118,6 +119,7 @@ def named_sinks(
     makers: dict[str, OpenSink] = {
         "tensorboard": partial(open_tensorboard, Path(run_dir) / "tensorboard"),
         "wandb": partial(open_wandb, run_dir, config=config),
+        "mlflow": partial(open_mlflow, run_dir, config=config),
         "ray": partial(open_ray, run_dir),
     }
     names = list(names)

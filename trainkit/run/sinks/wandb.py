@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainkit.run.sinks.jsonl import is_more
-from trainkit.run.sinks.tensorboard import scalars
+from trainkit.run.sinks.rising import send_once
 from trainkit.types import Sink, needs_extra
 from trainkit.weights.checkpoint.run_id import get_run_id
 
@@ -63,20 +62,9 @@ def open_wandb(
     )
     # The server has steps up to `step`, or further if an earlier process sent steps beyond it.
     last_sent = max(step, (getattr(run, "step", 0) or 0) - 1)
-    last_values: dict[str, float] = {}  # of the step that this process sent last
     failed = 1
     try:
-
-        def write(step: int, values: Mapping[str, Any]) -> None:
-            nonlocal last_sent, last_values
-            numbers = scalars(values)
-            adds = step == last_sent and is_more(last_values, numbers)
-            if step > last_sent or adds:
-                run.log(numbers, step=step)
-                last_values = {**last_values, **numbers} if adds else numbers
-                last_sent = step
-
-        yield write
+        yield send_once(lambda step, numbers: run.log(numbers, step=step), last_sent)
         failed = 0
     finally:
         run.finish(exit_code=failed)
