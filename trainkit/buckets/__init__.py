@@ -3,6 +3,7 @@
 Needs the extra `buckets`.
 """
 
+from trainkit.buckets.files import fetch_files
 from trainkit.buckets.store import (
     Store,
     check_store,
@@ -12,6 +13,7 @@ from trainkit.buckets.store import (
     get_file,
     get_range,
     list_files,
+    list_objects,
     open_store,
     put_bytes,
     put_file,
@@ -24,11 +26,13 @@ __all__ = [
     "check_store",
     "clean_uploads",
     "delete_files",
+    "fetch_files",
     "find_url",
     "get_bytes",
     "get_file",
     "get_range",
     "list_files",
+    "list_objects",
     "open_store",
     "put_bytes",
     "put_file",

@@ -262,6 +262,23 @@ def list_files(store: Store, prefix: str = "") -> dict[str, int]:
         return {entry["path"]: entry["size"] for page in pages for entry in page}
 
 
+def list_objects(store: Store, name: str) -> dict[str, tuple[int, str]]:
+    """Return (bytes, ETag) of an object, or of all objects below a folder, by key; {} without any.
+
+    Raises:
+        ConfigError: See `check_store`.
+        DiskError: See `check_store`.
+    """
+    import obstore  # noqa: PLC0415 -- an extra
+
+    with contextlib.suppress(FileNotFoundError), _explain(store, "list_objects", name):
+        found = obstore.head(store.client, name)
+        return {name: (found["size"], found["e_tag"] or "")}
+    with _explain(store, "list_objects", name):
+        pages = obstore.list(store.client, prefix=name)
+        return {x["path"]: (x["size"], x["e_tag"] or "") for page in pages for x in page}
+
+
 def delete_files(store: Store, keys: Iterable[str]) -> None:
     """Delete objects one by one in their order; one that is not there is no error.
 

@@ -63,15 +63,20 @@ def cache_folder(kind: str, url: str) -> Path:
     It is below TRAINKIT_CACHE, or else below XDG_CACHE_HOME or ~/.cache.
 
     Args:
-        kind: "runs" for run directories, "files" for corpora.
+        kind: What is in it: "runs" for run directories.
         url: The URL, from `find_url`.
 
     Examples:
         >>> cache_folder("runs", "s3://bucket/run").parts[-4:]
         ('runs', 's3', 'bucket', 'run')
     """
-    home = os.environ.get("TRAINKIT_CACHE")
-    if not home:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainkit"
     scheme, _, rest = url.partition("://")
-    return Path(home) / kind / scheme / rest
+    return cache_home() / kind / scheme / rest
+
+
+def cache_home() -> Path:
+    """Return the folder of local copies: TRAINKIT_CACHE, or trainkit below ~/.cache."""
+    home = os.environ.get("TRAINKIT_CACHE")
+    if home:
+        return Path(home)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainkit"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 import numpy as np
 
+from trainkit.buckets.files import fetch_files
 from trainkit.data.concat import ConcatCorpus, combine_digests, concat_corpora, fingerprint
 from trainkit.data.corpus import TokenCorpus, collect_documents, make_corpus
 from trainkit.data.documents import check_columns
@@ -28,7 +30,6 @@ from trainkit.text.tokenizers.open import list_compatible_hashes
 from trainkit.types import Corpus, DataError, check_range
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import ArrayLike
@@ -67,7 +68,7 @@ def open_corpus(
     corpus' `sources` has a hash of each file.
 
     Args:
-        path: The directory or file.
+        path: The directory or file; or its URL in a bucket, which is fetched (`fetch_files`).
         tokenizer: For text; bytes by default. It must cover the vocabulary of files of tokens, and
             be the tokenizer that made them, if they store which (see `list_compatible_hashes`).
         field: The field of each line or row that holds the text.
@@ -100,7 +101,7 @@ def open_corpus(
         >>> corpus.read(0, 0, 4)
         array([256, 104, 105, 257], dtype=uint16)
     """
-    path = Path(path)
+    path = fetch_files(os.fspath(path))
     check_readable(path)
     names = find_token_files(path, suffixes=suffixes, keep=keep)
     if names:

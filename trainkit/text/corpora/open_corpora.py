@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from trainkit.buckets.files import fetch_files
 from trainkit.packing.report import format_overlong_warning
 from trainkit.phases import as_phase
 from trainkit.text.chat import (
@@ -70,8 +71,9 @@ def open_corpora(
         ['web']
     """
     log(f"reading {', '.join(map(str, paths)) or 'the source of the standard library'}")
+    files = [fetch_files(path, log=log) for path in paths]
     # Before any is opened, as that may take minutes.
-    for path in paths:
+    for path in files:
         if ignored := describe_unread_files(path):
             log(ignored)
     if not paths:
@@ -84,9 +86,9 @@ def open_corpora(
     are_unique = len({path.stem for path in paths}) == len(paths)
     corpora = {
         path.stem if are_unique else str(path): open_corpus(
-            path, tokenizer=tokenizer, field=field, template=template
+            file, tokenizer=tokenizer, field=field, template=template
         )
-        for path in paths
+        for path, file in zip(paths, files, strict=True)
     }
     return match_recorded_names(corpora, recorded or {})
 
@@ -137,6 +139,7 @@ def open_chats(
         >>> int(corpus.loss_mask.sum()), counts["conversations"]
         (2, 1)
     """
+    path = None if path is None else fetch_files(path, log=log)
     log(f"reading {path or 'signatures and docstrings of the standard library'}")
     # Filled while conversations are encoded; a .tokens file leaves it empty.
     counts: Counter[str] = Counter()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainkit.buckets.files import fetch_files
 from trainkit.text.corpora.formats import RECORD_FORMATS
 from trainkit.text.corpora.text_files import (
     TEXT_SUFFIXES,
@@ -19,7 +21,6 @@ from trainkit.text.corpora.text_files import (
 from trainkit.types import DataError
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterator, Sequence
 
     Keep = Callable[[str], bool] | None
@@ -64,7 +65,7 @@ def read_records(
         ...     list(read_records(folder))
         [('a.txt', {'text': 'hi'})]
     """
-    path = Path(path)
+    path = fetch_files(os.fspath(path))
     check_readable(path)
     names = list_document_files(path, suffixes=suffixes, keep=keep)
     # All names are of one format, so the first decides.

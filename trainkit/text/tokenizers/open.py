@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainkit.buckets.files import fetch_files
 from trainkit.text.tokenizers.bytes import ByteTokenizer, make_byte_tokenizer
 from trainkit.text.tokenizers.hf import HFTokenizer, open_hf_tokenizer
 from trainkit.text.tokenizers.special import CHAT_SPECIAL
@@ -68,8 +70,12 @@ def find_tokenizer(name: str | None, data: Iterable[Path] = (), *, init: Path | 
         return str(init)
     for path in data:
         file = path.with_suffix(".tokenizer.json")
-        if path.suffix == ".tokens" and file.is_file():
-            return str(file)
+        if path.suffix == ".tokens":
+            # Of a URL the copy is named, which a later start finds again.
+            with contextlib.suppress(DataError):
+                file = fetch_files(file)
+            if file.is_file():
+                return str(file)
     return "bytes"
 
 
