@@ -77,7 +77,7 @@ def named_in(title):
 @pytest.mark.parametrize(
     ("title", "read", "env"),
     [
-        ("Several machines with torchrun", launch_from_torchrun, TORCHRUN),
+        ("Several machines", launch_from_torchrun, TORCHRUN),
         ("SLURM", launch_from_slurm, SLURM),
     ],
 )

@@ -15,7 +15,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from trainkit.run import get_exit_code
 from trainkit.run.sinks import read_jsonl
 
-REFUSED = {64, 65, 66, 67}  # the next start would end the same way
+# Refused: the next start would end the same way. 76: asked to stop, and could not save.
+ENDED = {64, 65, 66, 67, 76}
 
 
 def train(config):
@@ -26,7 +27,7 @@ def train(config):
         code = importlib.import_module(recipe.stem).main(config["flags"]) or 0
     except Exception as error:
         code = get_exit_code(error)
-        if code not in REFUSED:
+        if code not in ENDED:
             raise
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return code

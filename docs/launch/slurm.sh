@@ -12,5 +12,8 @@ export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 srun --cpus-per-task=$SLURM_CPUS_PER_TASK --kill-on-bad-exit=0 python recipes/pretrain.py --dp-replicate 2 --out /shared/runs/slurm "$@"
 code=$?
 echo "exit code $code"
-if [ $code -eq 75 ]; then scontrol requeue $SLURM_JOB_ID; fi
+# 75: saved. 76: stopped without a save; again too, from the last checkpoint, but not for ever.
+if [ $code -eq 75 ] || { [ $code -eq 76 ] && [ ${SLURM_RESTART_COUNT:-0} -lt 6 ]; }; then
+  scontrol requeue $SLURM_JOB_ID
+fi
 exit $code

@@ -2,7 +2,8 @@
 
 Each part is a line of output, or a failed assertion:
 a worker that is killed comes back, and the run ends with the bits of one that nobody disturbed;
-`control stop` ends it with 75; a flag that is refused ends it with 64 at the first attempt.
+`control stop` ends it with 75, and the same command resumes; `control abort` ends that with 76;
+a flag that is refused ends it with 64 at the first attempt.
 """
 
 import contextlib
@@ -91,13 +92,18 @@ def kill_a_worker(folder, launcher):
 
 def stop_by_request(folder, launcher):
     out = folder / "stopped"
-    process = start(launcher, out, "--steps", 100_000, "--sinks", "ray")
-    wait_for_step(out, 5, process)
-    control_run(out, "stop")
-    output = finish(process, 75)
-    assert not find_deaths(output), output
-    assert not [line for line in read_events(out) if line["event"] == "warning"]  # of the sink
-    print(f"control stop: saved after step {len(read_lines(out))}, exit code 75")
+    for request, code in (("stop", 75), ("abort", 76)):
+        seen = len(read_lines(out))
+        process = start(launcher, out, "--steps", 100_000, "--sinks", "ray")
+        wait_for_step(out, seen + 5, process)
+        control_run(out, request)
+        output = finish(process, code)
+        assert not find_deaths(output), output
+        events = read_events(out)
+        assert not [line for line in events if line["event"] == "warning"]  # of the sink
+        start_of_run = [line for line in events if line["event"] == "start"][-1]
+        assert start_of_run["step"] == seen, start_of_run
+        print(f"control {request}: from step {seen} to {len(read_lines(out))}, exit code {code}")
 
 
 def find_deaths(output):

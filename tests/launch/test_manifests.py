@@ -6,6 +6,8 @@ packages are too large to be installed for a test, and are asked where they are 
 """
 
 import importlib.util
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -177,6 +179,30 @@ def test_the_image_is_short_and_starts_launch():
     assert lines[-1] == 'ENTRYPOINT ["python", "-m", "trainkit", "launch"]'
     copied = [word for x in lines if x.startswith("COPY") for word in x.split()[1:-1]]
     assert all((DOCS.parent / name).exists() for name in copied)
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "requeued"),
+    [(0, 0, False), (75, 0, True), (75, 99, True), (76, 5, True), (76, 6, False), (64, 0, False)],
+)
+def test_slurm_s_script_requeues_what_says_start_me_again(code, restarts, requeued, tmp_path):
+    for name, text in {"srun": f"exit {code}", "scontrol": 'echo "$@"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    ended = subprocess.run(
+        ["bash", DOCS / "launch" / "slurm.sh"],
+        env={
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "SLURM_CPUS_PER_TASK": "1",
+            "SLURM_JOB_ID": "7",
+            "SLURM_RESTART_COUNT": str(restarts),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (code, "")
+    assert ("requeue 7" in ended.stdout) == requeued
 
 
 def test_skypilot_s_command_names_flags_that_exist():
