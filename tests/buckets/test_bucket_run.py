@@ -79,7 +79,8 @@ def test_it_goes_on_where_nothing_of_it_is(url, tmp_path, capfd):
     assert [line["step"] for line in lines] == [*range(1, 9)]
     assert f'out = "{url}"' in (folder / "config.toml").read_text()
     printed = "".join(capfd.readouterr())
-    assert f"the run works in {folder}, which is copied to {url}" in printed
+    # Lines of a log end at 80 columns.
+    assert f"the run works in {folder}, which is copied to {url}" in " ".join(printed.split())
     texts = [
         printed,
         *(x.read_bytes().decode("latin1") for x in tmp_path.rglob("*") if x.is_file()),
