@@ -107,7 +107,7 @@ class Activations:
         found = find_rows(sums, batch["document_ids"].to(sums.device), self.tp)
         if found is None:
             return sums.new_zeros(5)
-        # Where ranks of tp hold equal rows, all tokens count equally often, and shares are the same.
+        # Where ranks of tp hold equal rows, every token counts equally often.
         return merge_sums(found.rows[found.index >= 0].reshape(-1, 5))
 
     def start(self, stage: int, *_: object) -> None:
