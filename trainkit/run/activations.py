@@ -184,7 +184,7 @@ def _call_after(module: nn.Module, function: Callable[[Any], None], stack: ExitS
         stack.callback(hook.remove)
         return
 
-    # Hooks are a part of what `module.compile()` has compiled, and later ones are not called.
+    # Outside of what `module.compile()` has compiled: a hook may make it compile anew.
     def call(*args: Any, **kwargs: Any) -> Any:
         output = compiled(*args, **kwargs)
         function(output)
