@@ -65,6 +65,12 @@ def test_every_layout_gives_the_statistics_of_one_process(axis):
 # ------------------------------------------------------------------------------------- activations
 
 
+@torch.no_grad()
+def scale_(params, factor):
+    for p in params:
+        p.mul_(factor)
+
+
 def measure_activations(degrees=None, *, rows=1, plan=(), schedule="1f1b", layers=2):
     """Return the statistics of two steps' activations in fp64: with an update, and without."""
     text = corpus()
@@ -97,11 +103,14 @@ def measure_activations(degrees=None, *, rows=1, plan=(), schedule="1f1b", layer
             write=lambda *x: found.append(x),
             axis=ps.world,
         ) as finish:
+            scale_(params, 2.0)
             tk.step.evaluate(stages, batch.microbatches, next_token_linear)  # is not counted
+            scale_(params, 0.5)
             run(batch.microbatches, denominator=tokens)
             optimizer.step()
             finish(batch.microbatches)
-            for _ in range(2):  # the step is taken again, and its update is skipped
+            for factor in (2.0, 0.5):  # the step is taken again, and its update is skipped
+                scale_(params, factor)
                 run(batch.microbatches, denominator=tokens)
             finish(batch.microbatches)
         run(batch.microbatches, denominator=tokens)

@@ -107,7 +107,7 @@ class Activations:
         found = find_rows(sums, batch["document_ids"].to(sums.device), self.tp)
         if found is None:
             return sums.new_zeros(5)
-        # Where ranks of tp hold equal rows, each token counts equally often: shares are the same.
+        # Where ranks of tp hold equal rows, every token counts equally often.
         return merge_sums(found.rows[found.index >= 0].reshape(-1, 5))
 
     def start(self, stage: int, *_: object) -> None:
@@ -184,7 +184,7 @@ def _call_after(module: nn.Module, function: Callable[[Any], None], stack: ExitS
         stack.callback(hook.remove)
         return
 
-    # Hooks are a part of what `module.compile()` has compiled, and later ones are not called.
+    # Outside of what `module.compile()` has compiled: a hook may make it compile anew.
     def call(*args: Any, **kwargs: Any) -> Any:
         output = compiled(*args, **kwargs)
         function(output)

@@ -33,6 +33,8 @@ from trainkit.weights.checkpoint import (
     state_hash,
     verify_checkpoint,
 )
+from trainkit.weights.checkpoint.component_trees import find_state_problems
+from trainkit.weights.checkpoint.components import find_ranks_of_node
 from trainkit.weights.checkpoint.diff import diff_checkpoints
 from trainkit.weights.checkpoint.load import load_checkpoint, load_weights
 from trainkit.weights.checkpoint.snapshot import check_savable
@@ -604,6 +606,93 @@ def test_another_number_of_ranks_is_refused_for_what_each_has(tmp_path):
     rules = ResumeRules(allow=("components",))
     again(tmp_path, {"equal": equal}, rules=rules)
     assert equal.state["x"].tolist() == [1, 1]
+
+
+def save_by_groups(folder):
+    """Save and load components of groups and of nodes on three ranks; return what errors say."""
+    state, stages, optimizer, _ = small_run()
+    with tk.parallel_session(dp_replicate=3) as ps:
+        rank = ps.world.index
+        ranks = [0, 2] if rank != 1 else [1]
+        node = find_ranks_of_node(ps.world)
+
+        def make(value, n=0):
+            x = torch.full((2,), value)
+            pair = Component(Own({"x": x, "n": n}), ranks=ranks)
+            # The same tensor in a component of its own rank: no name is shared.
+            return {
+                "each": Component(Own({"x": x}), per_rank=True),
+                "pair": pair,
+                "node": Component(Own({"x": torch.ones(3)}), ranks=node),
+            }
+
+        good = make(float(rank % 2), n=rank % 2)
+        run = state, stages, optimizer, ps
+        path = save_checkpoint(folder, *run, components=good)
+        new = make(7.0)
+        _, other_stages, other_optimizer, _ = small_run(steps=2)
+        again = state, other_stages, other_optimizer, ps
+        resume(folder, *again, components=new, log=quiet)
+        loaded = new["pair"].state.state["x"].tolist(), new["pair"].state.state["n"]
+        texts = []
+        for bad in (
+            make(float(rank)),
+            make(0.0, n=rank),
+            good | {"pair": Component(good["pair"].state, ranks=[0, 1] if rank < 2 else [0, 2])},
+            good | {"pair": Component(good["pair"].state, ranks=[(rank + 1) % 3])},
+        ):
+            for function in (
+                lambda bad=bad: save_checkpoint(folder, *run, components=bad),
+                lambda bad=bad: state_hash(*run, bad),
+            ):
+                with pytest.raises(ConfigError) as error:
+                    function()
+                texts.append(str(error.value))
+        # On rank 2 the group would fit.
+        others = good | {"pair": Component(good["pair"].state, ranks=[rank])}
+        with pytest.raises(
+            CheckpointError, match=r"pair was saved by the groups \[\[0, 2\], \[1\]\]"
+        ):
+            resume(folder, *again, components=others, log=quiet)
+        return loaded, state_hash(*run, good), texts, str(path)
+
+
+def test_one_rank_of_a_group_or_a_node_writes_for_all_of_it(tmp_path):
+    by_rank = run_ranks(save_by_groups, 3, tmp_path)
+    assert [loaded for loaded, *_ in by_rank] == [([0, 0], 0), ([1, 1], 1), ([0, 0], 0)]
+    path = tmp_path / by_rank[0][-1]
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert {found for _, found, *_ in by_rank} == {manifest["state_hash"]}
+    index = json.loads((path / "index.json").read_text())["tensors"]
+    files = {name: [box["file"] for box in x["boxes"]] for name, x in index.items()}
+    assert {
+        name: x for name, x in files.items() if "components/" in name and "each" not in name
+    } == {
+        "components/pair/ranks_00000/x": ["components_00000.safetensors"],
+        "components/pair/ranks_00001/x": ["components_00001.safetensors"],
+        "components/node/ranks_00000/x": ["components_00000.safetensors"],
+    }
+    differ = "components differ from those of the first rank of their group: pair/{} on rank 2"
+    wanted = [differ.format(key) for key in "xxnn"]
+    wanted += ["'pair' is of the ranks [0, 1] on rank 0", "'pair' is of the ranks [0, 2] on rank 2"]
+    for _, _, texts, _ in by_rank:
+        assert all(want in text for want, text in zip(wanted[:4], texts, strict=False)), texts
+        assert all("component 'pair' is of the ranks" in text for text in texts[4:])
+    # Fewer ranks, and a component that is no longer of groups.
+    components = {"node": Own(None), "pair": Component(Own(None), ranks=[0])}
+    with pytest.raises(
+        CheckpointError, match="node was saved as equal in groups of ranks, the run"
+    ):
+        again(tmp_path, components)
+
+
+def test_groups_of_a_damaged_file_are_refused():
+    for groups in ([[0], [0]], [[0, 2]], [[1], [0, 2], []], [[0]], 3, [["a"], [1]], []):
+        saved = {"per_rank": False, "groups": groups, "states": [{}, {}]}
+        problems = find_state_problems({"x": saved}, {})
+        assert problems == ["the component 'x' in state.json is damaged"], groups
+    saved = {"per_rank": False, "groups": [[0, 2], [1]], "states": [{}, {}]}
+    assert not find_state_problems({"x": saved}, {})
 
 
 def sharded(folder, rows, is_sharded):

@@ -1,5 +1,6 @@
 # The table of contents, which __init__.py loads lazily: torch is not needed for all of it.
 from .components import Component as Component
+from .components import find_ranks_of_node as find_ranks_of_node
 from .export import export_checkpoint as export_checkpoint
 from .export import save_tensors as save_tensors
 from .facts import ResumeRules as ResumeRules

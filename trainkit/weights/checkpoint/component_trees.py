@@ -103,11 +103,16 @@ def list_states(components: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for component, saved in components.items()
-        for rank, state in enumerate(saved["states"])
-        for name, value in list_leaves(
-            state, f"{component}/rank_{rank:05d}" if saved["per_rank"] else component
-        )
+        for label, state in zip(_label_states(saved), saved["states"], strict=True)
+        for name, value in list_leaves(state, f"{component}/{label}" if label else component)
     }
+
+
+def _label_states(saved: Mapping[str, Any]) -> list[str]:
+    """Return what tells the states of a component apart: "" if there is only one."""
+    if saved["per_rank"]:
+        return [f"rank_{rank:05d}" for rank in range(len(saved["states"]))]
+    return [f"ranks_{ranks[0]:05d}" for ranks in saved.get("groups", [])] or [""]
 
 
 def hash_states(components: Mapping[str, Any]) -> dict[str, int]:
@@ -127,24 +132,28 @@ def merge_states(
     """Merge the components of all ranks into the "components" of `state.json`.
 
     Args:
-        trees: {name: {"per_rank", "state", "sharded"}} of each rank.
+        trees: {name: {"per_rank", "ranks", "state", "sharded"}} of each rank.
         hashes: Those of each rank's boxes of tensors, by "NAME OFFSET".
         by: The function that the error names.
 
     Raises:
-        ConfigError: A component that is not `per_rank` differs; names the ranks and the keys.
+        ConfigError: A component differs on ranks that should have it equally; names the ranks and
+            the keys. Or ranks disagree about a group.
     """
+    groups = {name: _gather_groups(name, trees, by=by) for name in trees[0]}
     ranks: dict[str, list[int]] = {}
     for rank, other in enumerate(trees):
-        for path in _find_differences(trees[0], other, hashes[0], hashes[rank]):
+        for path in _find_differences(trees, other, hashes, hashes[rank]):
             ranks.setdefault(path, []).append(rank)
     if ranks:
         problems = [
             f"{path} on rank{'s' * (len(ranks[path]) > 1)} {', '.join(map(str, ranks[path]))}"
             for path in sorted(ranks)
         ]
+        is_grouped = any(groups.get(path.partition("/")[0]) for path in ranks)
+        first = "the first rank of their group" if is_grouped else "rank 0"
         raise ConfigError(
-            f"{by}: components differ from those of rank 0: {shorten(problems)}",
+            f"{by}: components differ from those of {first}: {shorten(problems)}",
             where=min(ranks),
             got=problems,
             want="the same state on every rank",
@@ -154,26 +163,62 @@ def merge_states(
     return {
         name: {
             "per_rank": own["per_rank"],
-            "states": [other[name]["state"] for other in trees[: None if own["per_rank"] else 1]],
+            **({"groups": groups[name]} if groups[name] else {}),
+            "states": [
+                other[name]["state"]
+                for rank, other in enumerate(trees)
+                if own["per_rank"] or rank == _get_first(other[name])
+            ],
         }
         for name, own in trees[0].items()
     }
 
 
+def _get_first(tree: Mapping[str, Any]) -> int:
+    """Return the rank that writes a component which several have equally."""
+    return tree["ranks"][0] if tree["ranks"] else 0
+
+
+def _gather_groups(
+    name: str, trees: Sequence[Mapping[str, Any]], *, by: str
+) -> list[list[int]] | None:
+    """Return the groups of ranks that have a component equally; None if it has no groups."""
+    by_rank = [other[name]["ranks"] if name in other else None for other in trees]
+    if not any(by_rank):
+        return None
+    for rank, ranks in enumerate(by_rank):
+        others = [x for x in ranks or [] if x >= len(trees) or by_rank[x] != ranks]
+        if others or not ranks:
+            raise ConfigError(
+                f"{by}: the component {name!r} is of the ranks {ranks} on rank {rank}, and "
+                + (
+                    f"rank {others[0]} says otherwise or does not exist" if others else "has groups"
+                ),
+                where=f"components.{name}",
+                got=by_rank,
+                want="on each rank the ranks of its own group",
+            )
+    return [ranks for rank, ranks in enumerate(by_rank) if ranks and rank == ranks[0]]
+
+
 def _find_differences(
-    first: Mapping[str, Any],
+    trees: Sequence[Mapping[str, Any]],
     other: Mapping[str, Any],
-    first_hashes: Mapping[str, int],
+    hashes: Sequence[Mapping[str, int]],
     other_hashes: Mapping[str, int],
 ) -> list[str]:
-    """Return the paths of what must be equal on two ranks and is not."""
+    """Return the paths of what must be equal on a rank and on the first one, and is not."""
     paths: list[str] = []
-    for name in first.keys() | other.keys():
-        a, b = first.get(name), other.get(name)
-        if a is None or b is None or a["per_rank"] != b["per_rank"]:
+    for name in trees[0].keys() | other.keys():
+        if name not in trees[0] or name not in other:
+            paths.append(name)
+            continue
+        b, first = other[name], _get_first(other[name])
+        a = trees[first][name]
+        if a["per_rank"] != b["per_rank"]:
             paths.append(name)
         elif not a["per_rank"]:
-            left = _hash_leaves(a, name, first_hashes)
+            left = _hash_leaves(a, name, hashes[first])
             right = _hash_leaves(b, name, other_hashes)
             # None is a value of a state, so an absent one must be another.
             found = [
@@ -227,8 +272,18 @@ def find_state_problems(components: Any, index: Mapping[str, Any]) -> list[str]:
                 decode_tree(state, check_tensor)
             is_valid = saved["per_rank"] in (True, False) and isinstance(saved["states"], list)
             is_valid = is_valid and len(saved["states"]) > 0
+            is_valid = is_valid and ("groups" not in saved or _has_valid_groups(saved))
         except (KeyError, TypeError, ValueError, AttributeError):
             is_valid = False
         if not is_valid:
             problems.append(f"the component {name[:100]!r} in state.json is damaged")
     return problems
+
+
+def _has_valid_groups(saved: Mapping[str, Any]) -> bool:
+    """Return whether the groups of a component are all ranks, each once, with a state each."""
+    groups = saved["groups"]
+    ranks = sorted(rank for group in groups for rank in group)
+    is_sorted = all(group and group == sorted(group) for group in groups)
+    is_each = ranks == [*range(len(ranks))] and len(groups) == len(saved["states"]) > 0
+    return is_sorted and is_each and not saved["per_rank"]

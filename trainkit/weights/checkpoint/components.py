@@ -7,15 +7,16 @@ An average of the weights, a curriculum, a sampler, metrics: anything with `stat
 from __future__ import annotations
 
 import math
+import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import torch
 from torch import Tensor, nn
 
-from trainkit.collectives import run_on_all_ranks
+from trainkit.collectives import all_gather_objects, run_on_all_ranks
 from trainkit.parallel.parameters import Box, get_local_box
 from trainkit.types import Axis, ConfigError
 from trainkit.weights.checkpoint.boxes import DTYPES, get_dtype_name
@@ -67,6 +68,11 @@ class Component:
     the state is equal on all ranks; the first one writes it, and a save fails if another differs.
     """
 
+    ranks: Sequence[int] | None = attrs.field(default=None, kw_only=True)
+    """The ranks that have it equally, this one among them: a group of an axis, or those of a node
+    (`find_ranks_of_node`). The first of them writes it, and a save fails if another differs. A run
+    resumes with the same groups only."""
+
     required: bool = attrs.field(default=True, kw_only=True)
     """A checkpoint without it does not fit the run. If False, a message says that the object stays
     as it is."""
@@ -100,23 +106,48 @@ def get_components(components: Components | None, *, by: str) -> dict[str, Compo
                 "state_dict and load_state_dict, which say what is saved of it",
                 where=f"components.{name}",
             )
+        if component.per_rank and component.ranks is not None:
+            raise ConfigError(
+                f"{by}: the component {name!r} has both per_rank and ranks; give one of them",
+                where=f"components.{name}",
+            )
         found[name] = component
     return found
+
+
+def find_ranks_of_node(world: Axis) -> list[int]:
+    """Return the ranks on this rank's node, by the name of its host, in ascending order.
+
+    Args:
+        world: All ranks, `ps.world`.
+
+    Effects:
+        Communicates on `world`.
+
+    Examples:
+        >>> from trainkit.types import SOLO
+        >>> find_ranks_of_node(SOLO)
+        [0]
+    """
+    hosts = all_gather_objects(platform.node(), world)
+    return [rank for rank, host in enumerate(hosts) if host == hosts[world.index]]
 
 
 @attrs.frozen(eq=False)
 class ComponentStates:
     """The states of this rank's components at one moment; the tensors are those of the objects.
 
-    `trees` has {"per_rank", "state", "sharded"} of each component, the last with the names of its
-    sharded tensors. Tensors have the names of the index: those in `replicated` are equal on all
-    ranks, those in `sharded` are DTensors, those in `own` are this rank's.
+    `trees` has {"per_rank", "ranks", "state", "sharded"} of each component, the last with the names
+    of its sharded tensors. Tensors have the names of the index: those in `replicated` are equal on
+    all ranks, those in `sharded` are DTensors, those in `own` this rank writes, and those in
+    `copies` the first rank of a group writes.
     """
 
     trees: Mapping[str, Any]
     replicated: Mapping[str, Tensor]
     sharded: Mapping[str, Tensor]
     own: Mapping[str, Tensor]
+    copies: Mapping[str, Tensor]
     values: int = 0  # of all trees, tensors among them
 
 
@@ -144,16 +175,26 @@ def read_components(components: Components | None, *, rank: int, by: str) -> Com
         dict_keys(['components/layer/weight', 'components/layer/bias'])
     """
     common, own = _Encoder(by), _Encoder(by, may_be_sharded=False)
+    encoders, copies = [common, own], dict[str, Tensor]()
     trees: dict[str, Any] = {}
     for name, component in get_components(components, by=by).items():
-        encoder = own if component.per_rank else common
+        encoder, prefix, ranks = common, f"{TENSORS}{name}", None
         # Names of ranks differ: each is a tensor of its own in the index.
-        prefix = f"{TENSORS}{name}" + f"/rank_{rank:05d}" * component.per_rank
+        if component.per_rank:
+            encoder, prefix = own, f"{prefix}/rank_{rank:05d}"
+        elif component.ranks is not None:
+            ranks = _check_group(component.ranks, name, rank=rank, by=by)
+            # Of its own, as a name shared with another component would differ in the group.
+            encoder, prefix = _Encoder(by, may_be_sharded=False), f"{prefix}/ranks_{ranks[0]:05d}"
+            encoders.append(encoder)
         tree = encoder.encode(component.state.state_dict(), (name,), prefix)
-        trees[name] = {"per_rank": component.per_rank, "state": tree}
-    if common.values + own.values > _MAX_VALUES:
+        trees[name] = {"per_rank": component.per_rank, "ranks": ranks, "state": tree}
+        if ranks is not None:
+            (own.tensors if rank == ranks[0] else copies).update(encoder.tensors)
+    values = sum(encoder.values for encoder in encoders)
+    if values > _MAX_VALUES:
         raise ConfigError(
-            f"{by}: the components {', '.join(trees)} hold {common.values + own.values} plain "
+            f"{by}: the components {', '.join(trees)} hold {values} plain "
             f"values, and a checkpoint at most {_MAX_VALUES}; put long lists of numbers into "
             "tensors",
             where="components",
@@ -162,7 +203,18 @@ def read_components(components: Components | None, *, rank: int, by: str) -> Com
     replicated = {name: x for name, x in common.tensors.items() if name not in sharded}
     for name, tree in trees.items():
         tree["sharded"] = [x for x in sharded if x.startswith(f"{TENSORS}{name}/")]
-    return ComponentStates(trees, replicated, sharded, own.tensors, common.values + own.values)
+    return ComponentStates(trees, replicated, sharded, own.tensors, copies, values)
+
+
+def _check_group(ranks: Sequence[int], name: str, *, rank: int, by: str) -> list[int]:
+    found = sorted({*ranks})
+    if rank not in found:
+        raise ConfigError(
+            f"{by}: the component {name!r} is of the ranks {found}, and this is rank {rank}",
+            where=f"components.{name}",
+            hint="give each rank the ranks of its own group",
+        )
+    return found
 
 
 def copy_components(components: Components | None, *, rank: int) -> ComponentStates | None:
@@ -193,15 +245,15 @@ def copy_components(components: Components | None, *, rank: int) -> ComponentSta
         True
     """
     read = read_components(components, rank=rank, by="copy_components")
-    groups = read.replicated, read.sharded, read.own
+    groups = read.replicated, read.sharded, read.own, read.copies
     locals_ = [get_local_box(x).local for group in groups for x in group.values()]
     is_large = sum(x.numel() * x.element_size() for x in locals_) > MAX_COPIED
     if is_large or read.values > MAX_COPIED_VALUES:
         return None
-    replicated, sharded, own = (
+    replicated, sharded, own, copies = (
         {name: x.detach().clone() for name, x in group.items()} for group in groups
     )
-    return attrs.evolve(read, replicated=replicated, sharded=sharded, own=own)
+    return attrs.evolve(read, replicated=replicated, sharded=sharded, own=own, copies=copies)
 
 
 def check_components(components: Components | None, axis: Axis, *, by: str) -> None:

@@ -50,11 +50,17 @@ def compare_components(
                 messages.append(f"the checkpoint has no component {name}: it stays as it is")
             else:
                 errors.append(f"the component {name} is missing in the checkpoint {allow}")
-        elif saved[name]["per_rank"] != component.per_rank:
-            kinds = ("equal on all ranks", "of each rank")
+        elif (was := _name_kind(saved[name]["per_rank"], saved[name].get("groups"))) != (
+            now := _name_kind(component.per_rank, component.ranks)
+        ):
+            errors.append(f"the component {name} was saved as {was}, the run has it as {now}")
+        elif component.ranks is not None and (
+            sorted(component.ranks) not in saved[name]["groups"]
+            or sum(map(len, saved[name]["groups"])) != ranks
+        ):
             errors.append(
-                f"the component {name} was saved as {kinds[saved[name]['per_rank']]}, the run has "
-                f"it as {kinds[component.per_rank]}"
+                f"the component {name} was saved by the groups {saved[name]['groups']}, the run "
+                f"has {sorted(component.ranks)} of {ranks} ranks: resume with the same groups"
             )
         elif component.per_rank and len(saved[name]["states"]) != ranks:
             errors.append(
@@ -69,11 +75,22 @@ def compare_components(
     return errors, messages
 
 
+def _name_kind(per_rank: bool, groups: object) -> str:
+    if per_rank:
+        return "of each rank"
+    return "equal on all ranks" if groups is None else "equal in groups of ranks"
+
+
 # ------------------------------------------------------------------------------------------ loading
 
 
-def _select_tree(saved: Mapping[str, Any], rank: int) -> Tree:
-    return saved["states"][rank if saved["per_rank"] else 0]
+def _select_tree(saved: Mapping[str, Any], rank: int) -> Tree | None:
+    """Return the state of a component on a rank; None if it was saved on fewer ranks."""
+    if "groups" in saved:
+        numbers = {x: i for i, ranks in enumerate(saved["groups"]) for x in ranks}
+        return saved["states"][numbers[rank]] if rank in numbers else None
+    number = rank if saved["per_rank"] else 0
+    return saved["states"][number] if number < len(saved["states"]) else None
 
 
 def make_component_targets(
@@ -116,8 +133,8 @@ def make_component_targets(
 
     for name in components or {}:
         # Another number of ranks is an error that `compare_components` reports.
-        if name in saved and not (saved[name]["per_rank"] and rank >= len(saved[name]["states"])):
-            decode_tree(_select_tree(saved[name], rank), allocate)
+        if name in saved and (tree := _select_tree(saved[name], rank)) is not None:
+            decode_tree(tree, allocate)
     return targets
 
 

@@ -357,7 +357,9 @@ def hash_components(components: Components | None, axis: Axis, *, by: str) -> di
 
     def read() -> list[Any]:
         states = read_components(components, rank=axis.index, by=by)
-        boxes = get_component_boxes({**states.replicated, **states.sharded, **states.own})
+        boxes = get_component_boxes(
+            {**states.replicated, **states.sharded, **states.own, **states.copies}
+        )
         hashes = {
             f"{name} {box.offset}": hash_tensor_box(
                 name, box.local, shape=x.shape, offset=box.offset

@@ -154,7 +154,7 @@ def make_snapshot_taker(
         is_first = ps.world.index == 0
         common = read.replicated if is_first else {}
         written = get_component_boxes({**read.own, **read.sharded, **common})
-        compared = get_component_boxes({} if is_first else read.replicated)
+        compared = get_component_boxes({**({} if is_first else read.replicated), **read.copies})
         more, entries = component_memory.fit(written)
         replicas, _ = replica_memory.fit(compared)
         sources = boxes | written | compared
