@@ -436,7 +436,7 @@ def test_one_batch_in_place_of_a_sequence_is_refused():
 
 def test_forward_backward_of_stages_names_the_function_that_takes_them():
     stages = attach_axes([linear()], tk.solo_parallel())
-    with pytest.raises(tk.ConfigError, match="takes a module, not a Stages") as caught:
+    with pytest.raises(ConfigError, match="takes a module, not a Stages") as caught:
         tk.forward_backward(stages, [data(1)], squared, denominator=torch.tensor(1), call=call)
     assert "make_forward_backward" in caught.value.hint
 

@@ -224,6 +224,15 @@ def test_a_terminal_gets_two_lines_of_at_most_80_columns(monkeypatch):
     )
 
 
+def test_both_lines_of_a_terminal_stand_before_the_first_step():
+    # A message of the thread that trains cannot be written onto them while they are first drawn.
+    stream = Terminal()
+    with sinks.open_console(200, start=10, stream=stream):
+        bar, numbers = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).split("\n")
+    assert bar.startswith("step 10/200 ")
+    assert numbers == ""
+
+
 # ------------------------------------------------------------------------------------ tee
 
 

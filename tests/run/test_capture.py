@@ -338,6 +338,11 @@ def test_a_run_refuses_a_bad_pattern_before_its_first_step(tmp_path, capsys):
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+def test_a_capture_after_the_last_step_is_not_awaited_in_silence(tmp_path, capsys):
+    train_a_run(tmp_path, LoggingOptions(capture="1", capture_at=100))
+    assert "no capture: the run ends at step 4, before step 100" in capsys.readouterr().out
+
+
 def fail_in_a_run(folder, model):
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     with open_run(folder, timeouts=TIMEOUTS) as run:

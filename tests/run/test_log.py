@@ -25,20 +25,18 @@ def test_messages_are_printed_on_the_first_rank_and_warnings_on_all(capfd):
 LONG = "the run is in runs/mine; its loss is plotted in runs/mine/loss.png, and the rest is there"
 
 
-def test_lines_of_a_log_are_folded_at_spaces_and_those_on_a_terminal_are_not(monkeypatch):
-    for is_terminal in (False, True):
+def test_lines_are_folded_at_spaces_to_the_width_of_the_terminal_or_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    for is_terminal, columns in ((False, 80), (True, 60)):
         stream = io.StringIO()
         stream.isatty = lambda found=is_terminal: found
         monkeypatch.setattr(sys, "stdout", stream)
         make_logger(Share(0, 1)).info(f"{LONG}\n    a row  of a table")
-        first, *more = stream.getvalue().splitlines()
-        if is_terminal:
-            assert [first, *more] == [LONG, "    a row  of a table"]
-        else:
-            assert len(first) <= 80
-            assert " ".join([first, more[0].strip()]) == LONG
-            assert more[0].startswith("  ")
-            assert more[1:] == ["    a row  of a table"]
+        first, second, *more = stream.getvalue().splitlines()
+        assert len(first) <= columns < len(f"{first} {second.split()[0]}")
+        assert f"{first} {second.strip()}" == LONG
+        assert second.startswith("  ")
+        assert more == ["    a row  of a table"]
 
 
 def test_a_word_that_is_too_long_stays_whole():

@@ -70,8 +70,6 @@ def compare_runs(a: str | Path, b: str | Path) -> dict[str, Any]:
         _check_run(path)
     steps = compare_steps(read_jsonl(a / "metrics.jsonl"), read_jsonl(b / "metrics.jsonl"))
     saved = compare_saved_steps(a / "checkpoints", b / "checkpoints")
-    facts = _read_facts(a), _read_facts(b)
-    differing_facts = diff_tables(*facts) if all(facts) else {}  # else nothing is known of one
     events = [read_jsonl(path / "events.jsonl") for path in (a, b)]
     software = [
         next((x.get("software") for x in reversed(lines) if x.get("event") == "resume"), None)
@@ -82,9 +80,10 @@ def compare_runs(a: str | Path, b: str | Path) -> dict[str, Any]:
         "b": str(b),
         "equal": steps["differs"] is None and steps["common"] > 0 and saved["differs"] is None,
         "steps": steps,
-        "config": diff_tables(_read_config(a), _read_config(b)),
-        "data": diff_tables(*map(_get_packing, events)) | differing_facts,
-        "code": diff_tables(*software),
+        "config": _diff_known(_read_config(a), _read_config(b)),
+        "data": _diff_known(*map(_get_packing, events))
+        | _diff_known(_read_facts(a), _read_facts(b)),
+        "code": _diff_known(*software),
         "checkpoints": saved,
     }
 
@@ -241,6 +240,11 @@ def _find_first_tensor(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------ facts
+
+
+def _diff_known(a: Any, b: Any) -> dict[str, list[Any]]:
+    """Return what differs between two tables, or nothing where one of them is not on record."""
+    return diff_tables(a, b) if a and b else {}
 
 
 def _read_config(run_dir: Path) -> dict[str, Any]:

@@ -166,6 +166,10 @@ def open_instruments(
     steps = ProfileSteps.parse(options.profile) if options.profile else None
     if steps is not None and steps.first > last_step:
         logger.info("no profile: the run ends at step %d, before step %d", last_step, steps.first)
+    if options.capture is not None and options.capture_at > last_step:
+        logger.info(
+            "no capture: the run ends at step %d, before step %d", last_step, options.capture_at
+        )
     instruments = Instruments(
         run_dir=run_dir,
         stages=stages,

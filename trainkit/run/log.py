@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from trainkit.files import print_to, print_to_stderr
 from trainkit.types import Log, Share
 
 COLUMNS = 80
-"""How wide a line of a log is at most."""
+"""How wide a line of a log is at most, outside a terminal."""
 
 
 def make_logger(share: Share) -> logging.Logger:
@@ -80,7 +81,7 @@ class _Handler(logging.Handler):
 def print_message(message: str) -> None:
     """Print a message on stdout at once; it is lost where stdout is closed or has no reader.
 
-    Outside a terminal, which breaks lines itself, its lines are folded (`fold_lines`).
+    Its lines are folded (`fold_lines`): a terminal would break them within words.
 
     Effects:
         Writes to stdout. When its reader has left, its file becomes the null device, for the rest
@@ -90,10 +91,11 @@ def print_message(message: str) -> None:
         >>> print_message("step 1")
         step 1
     """
-    is_terminal = False
+    columns = COLUMNS
     with contextlib.suppress(AttributeError, ValueError):  # of None, and of a closed stream
-        is_terminal = sys.stdout.isatty()
-    print_to(message if is_terminal else fold_lines(message), sys.stdout)
+        if sys.stdout.isatty():
+            columns = shutil.get_terminal_size((COLUMNS, 24)).columns
+    print_to(fold_lines(message, columns=columns), sys.stdout)
 
 
 def fold_lines(text: str, *, columns: int = COLUMNS) -> str:

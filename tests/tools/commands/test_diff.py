@@ -157,6 +157,15 @@ def test_configuration_data_code_and_versions_are_listed(tmp_path, capsys, monke
     assert "1 of the 1 steps that both have differ" in text
 
 
+def test_what_only_one_run_has_on_record_is_no_difference(tmp_path, capsys):
+    a = write_run(tmp_path / "a", [line(1)])
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "metrics.jsonl").write_bytes((a / "metrics.jsonl").read_bytes())
+    code, report = compare(a, tmp_path / "b", capsys)
+    assert code == 0
+    assert [report[name] for name in ("config", "data", "code")] == [{}, {}, {}]
+
+
 def test_a_long_table_is_cut_on_a_terminal_alone(tmp_path, capsys, monkeypatch):
     a = write_run(tmp_path / "a", [line(1)])
     many = "".join(f'name{n} = "{"x" * 99}"\n' for n in range(99))

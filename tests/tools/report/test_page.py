@@ -135,6 +135,16 @@ def test_the_command_writes_a_page_and_says_where(tmp_path, capsys):
     assert read_data((folder / "report.html").read_text())["title"] == "mine"
 
 
+def test_on_a_terminal_the_command_names_each_run_and_the_page(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    folders = [report_runs.healthy(tmp_path / name, 40) for name in ("a", "b\x1b[31m")]
+    assert main(["report", *map(str, folders)]) == 0
+    page = folders[0] / "report.html"
+    assert capsys.readouterr().out == (
+        f"a: finished\nb\ufffd[31m: finished\nthe page is in {page}\n"
+    )
+
+
 def test_follow_writes_anew_until_the_run_has_ended(tmp_path, monkeypatch):
     folder = report_runs.slow(tmp_path / "run", 40)
     written = []

@@ -206,8 +206,11 @@ def _open_bar(stream: TextIO, start: int, total: int) -> Iterator[Show]:
         expand=True,
     )
     task = progress.add_task("", total=total, completed=start, left="")
+    # Two lines from the start: messages come from another thread than the sink's, and one that did
+    # not know of the lines yet would be written onto them.
+    lines = Group(progress, Text(""))
     # Without a thread that refreshes them, the lines are drawn inside the sink, at a known cost.
-    with Live(console=Console(file=stream), auto_refresh=False) as live:
+    with Live(lines, console=Console(file=stream), auto_refresh=False) as live:
 
         def show(step: int, values: Mapping[str, Any], seconds_left: float) -> None:
             left = f"left {_format_time(seconds_left)}"

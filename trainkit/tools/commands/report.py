@@ -19,6 +19,7 @@ the page says how many it left out. --follow ends when the runs have, or with Ct
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,8 +47,9 @@ def add(report: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> tuple[Any, int]:
-    """Write the page and return where it is, with the state of each run, and the exit code."""
-    # Imported here: it loads numba.
+    """Write the page and return where it is and the state of each run, and the exit code."""
+    # Imported here: they load numba.
+    from trainkit.run.sinks.console import escape_control_characters  # noqa: PLC0415 -- slow
     from trainkit.tools.report.page import ENDED, write_report  # noqa: PLC0415
 
     if len({path.resolve() for path in options.run}) < len(options.run):
@@ -64,5 +66,10 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         pause = max(_INTERVAL, 10 * (time.monotonic() - begin))
         ended = all(state["state"] in ENDED for state in states)
         if not options.follow or ended:
-            return {"page": str(out), "bytes": out.stat().st_size, "runs": states}, 0
+            break
         time.sleep(pause)
+    if options.json or not sys.stdout.isatty():
+        return {"page": str(out), "bytes": out.stat().st_size, "runs": states}, 0
+    # A name or a reason comes from a file of the run, and may hold control sequences.
+    lines = [f"{state['name']}: {state['text']}" for state in states]
+    return escape_control_characters("\n".join([*lines, f"the page is in {out}"])), 0
