@@ -60,8 +60,8 @@ def open_trackio(
         auto_log_cpu=False,
     )
     try:
-        # Trackio has no public name for the step after its newest.
-        last_sent = max(step, run._next_step - 1)  # noqa: SLF001
+        # The step after its newest has no public name. Without it, what is repeated is sent twice.
+        last_sent = max(step, getattr(run, "_next_step", 0) - 1)
         yield send_once(lambda step, numbers: run.log(numbers, step=step), last_sent)
     finally:
         run.finish()
