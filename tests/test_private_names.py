@@ -257,7 +257,8 @@ PRIVATE = [
         "looks away while FSDP gathers",
     ),
 ]
-OTHERS = {"_tp_plan", "_replace", "_fields"}  # of Hugging Face's models, and of named tuples
+# of Hugging Face's models, of named tuples, and of a run of Trackio
+OTHERS = {"_tp_plan", "_replace", "_fields", "_next_step"}
 LISTED = {(file, p.name) for p in PRIVATE for file in p.files.split()}
 
 

@@ -21,6 +21,7 @@ from trainkit.run.sinks.named import named_sinks
 from trainkit.run.sinks.open_run_sinks import open_run_sinks
 from trainkit.run.sinks.ray import open_ray
 from trainkit.run.sinks.tensorboard import open_tensorboard
+from trainkit.run.sinks.trackio import open_trackio
 from trainkit.run.sinks.wandb import open_wandb
 from trainkit.types import ConfigError, Share
 from trainkit.weights.checkpoint.run_id import get_run_id
@@ -177,6 +178,7 @@ def test_a_page_that_fails_in_any_way_costs_one_warning(
         ("torch.utils.tensorboard", open_tensorboard, "sinks"),
         ("ray", open_ray, "ray"),
         ("mlflow", open_mlflow, "mlflow"),
+        ("trackio", open_trackio, "trackio"),
     ],
 )
 def test_a_missing_library_names_what_to_install(library, make, extra, tmp_path, monkeypatch):
@@ -403,7 +405,7 @@ def mlflow(monkeypatch):
 def test_a_run_that_is_killed_and_goes_on_is_one_run_of_mlflow(tmp_path, mlflow):
     page = named_sinks(["mlflow"], tmp_path, config={"lr": 0.1, "model": {"width": 8}})
     for start, steps in ((0, 7), (4, 6), (4, 12), (12, 15)):
-        write_run(tmp_path, steps=steps, start=start, patience=30, **page)
+        write_run(tmp_path, steps=steps, start=start, patience=30, mlflow=page["mlflow"])
     with open_mlflow(tmp_path, step=15, config={"lr": 0.2, "rows": 4}) as sink:
         for step in (16, 17, 15, 16, 17, 18):  # a roll-back: the server keeps what it has
             sink(step, {"train/loss": 0.0})
@@ -471,6 +473,67 @@ def test_mlflow_s_client_alone_asks_for_a_server(tmp_path, mlflow, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", returning(None))
     with pytest.raises(ConfigError, match="MLFLOW_TRACKING_URI"), open_mlflow(tmp_path):
         pytest.fail("it was opened")
+
+
+# ------------------------------------------------------------------------------------ trackio
+
+
+class Trackio:
+    """A stand-in for Trackio with its database, which knows a run by its name."""
+
+    def __init__(self):
+        self.runs, self.configs, self.finished = {}, [], 0
+
+    def init(self, *, project, name, config, resume, **off):
+        assert resume == "allow"
+        assert not any(off.values())  # no pages in a notebook, no threads that watch the device
+        rows = self.runs.setdefault((project, name), [])
+        self.configs.append(config)
+        return types.SimpleNamespace(
+            log=lambda values, *, step: rows.append((step, values)),
+            finish=self.finish,
+            _next_step=max((step + 1 for step, _ in rows), default=0),
+        )
+
+    def finish(self):
+        self.finished += 1
+
+
+@pytest.fixture
+def trackio(monkeypatch):
+    library = Trackio()
+    monkeypatch.setitem(sys.modules, "trackio", library)
+    return library
+
+
+@pytest.mark.case("E8")
+def test_a_run_that_is_killed_and_goes_on_is_one_run_of_trackio(tmp_path, trackio):
+    page = named_sinks(["trackio"], tmp_path, config={"lr": 0.1})
+    for start, steps in ((0, 7), (4, 6), (4, 12), (12, 15)):
+        write_run(tmp_path, steps=steps, start=start, patience=30, trackio=page["trackio"])
+    with open_trackio(tmp_path, step=15) as sink:
+        for step in (16, 17, 15, 16, 17, 18):  # a roll-back: Trackio keeps what it has
+            sink(step, {"train/loss": 0.0})
+        sink(18, {"eval/loss": 0.5})
+    ((run, rows),) = trackio.runs.items()
+    assert run == ("trainkit", f"{tmp_path.name}-{get_run_id(tmp_path)['run'][:8]}")
+    assert [step for step, _ in rows] == [*range(1, 19), 18]
+    assert rows[-1] == (18, {"eval/loss": 0.5})
+    assert trackio.configs == [{"lr": 0.1}] * 4 + [{}]
+    assert trackio.finished == 5
+    assert warnings_of(tmp_path) == []
+
+
+@pytest.mark.case("W1")
+@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("place", ["init", "finish"])
+def test_trackio_that_fails_costs_one_warning(place, hangs, trackio, tmp_path, hanging):
+    setattr(trackio, place, hanging if hangs else raising(OSError(28, "No space left on device")))
+    write_run(tmp_path, trackio=partial(open_trackio, tmp_path), patience=0.3)
+    assert steps_of(tmp_path) == list(range(1, STEPS + 1))
+    (warning,) = warnings_of(tmp_path)
+    off = "is off: OSError: [Errno 28] No space left on device"
+    assert warning.startswith(f"the sink 'trackio' {'has not ended' if hangs else off}")
 
 
 # ------------------------------------------------------------------------------------ the guard

@@ -19,6 +19,7 @@ from trainkit.run.sinks.ray import open_ray
 from trainkit.run.sinks.tee import tee
 from trainkit.run.sinks.tensorboard import open_tensorboard
 from trainkit.run.sinks.timing import measure_goodput, suggest_save_interval
+from trainkit.run.sinks.trackio import open_trackio
 from trainkit.run.sinks.wandb import open_wandb
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "open_ray",
     "open_run_sinks",
     "open_tensorboard",
+    "open_trackio",
     "open_wandb",
     "read_jsonl",
     "read_metrics",

@@ -13,6 +13,7 @@ import attrs
 from trainkit.run.sinks.mlflow import open_mlflow
 from trainkit.run.sinks.ray import open_ray
 from trainkit.run.sinks.tensorboard import open_tensorboard
+from trainkit.run.sinks.trackio import open_trackio
 from trainkit.run.sinks.wandb import open_wandb
 from trainkit.types import ConfigError, OpenSink, non_negative, positive
 
@@ -66,8 +67,8 @@ class LoggingOptions:
     """Read the metrics of this many steps at once, a line each; by default 1 on a CPU, else 10.
     Bad steps are detected later: docs/howto/when-numbers-go-bad.md."""
 
-    sinks: tuple[Literal["tensorboard", "wandb", "mlflow", "ray"], ...] = ()
-    """Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, ray."""
+    sinks: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio", "ray"], ...] = ()
+    """Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, trackio, ray."""
 
     peak_flops: float | None = attrs.field(
         default=None, validator=attrs.validators.optional([positive, non_negative])
@@ -105,7 +106,8 @@ def named_sinks(
     """Return the optional sinks by name, with their arguments bound but for `step`.
 
     Args:
-        names: "tensorboard" (into `run_dir`/tensorboard), "wandb", "mlflow" and "ray".
+        names: "tensorboard" (into `run_dir`/tensorboard), "wandb", "mlflow", "trackio" and
+            "ray".
         run_dir: The run directory.
         config: The configuration that a sink shows with the run: plain values.
 
@@ -120,6 +122,7 @@ def named_sinks(
         "tensorboard": partial(open_tensorboard, Path(run_dir) / "tensorboard"),
         "wandb": partial(open_wandb, run_dir, config=config),
         "mlflow": partial(open_mlflow, run_dir, config=config),
+        "trackio": partial(open_trackio, run_dir, config=config),
         "ray": partial(open_ray, run_dir),
     }
     names = list(names)
