@@ -133,9 +133,10 @@ def test_the_end_waits_for_some_seconds_and_says_what_is_missing(run):
     folder, store, proxy = run
     messages = []
     save(folder, 1)
-    proxy.fail = lambda _, path: "hang" if "rank_00001" in path else None
+    hung = threading.Event()
+    proxy.fail = lambda _, path: (hung.set() or "hang") if "rank_00001" in path else None
     with mirror_of(run, messages, patience=0.2):
-        pass
+        assert hung.wait(30)
     assert f"{store.url} does not have step_00000001; they are in {folder}" in messages[-1]
     assert names(store) == []
     proxy.fail = lambda *_: None

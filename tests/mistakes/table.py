@@ -922,6 +922,37 @@ MISTAKES = [
         ),
     ),
     *_in(
+        "trainkit/buckets",
+        (
+            "urls.py",
+            "a URL with a password is taken",
+            'if "@" in parts.netloc or parts.query',
+            "if parts.query",
+            "tests/buckets/test_store.py::test_a_url_with_a_secret_or_without_a_bucket_is_refused",
+        ),
+        (
+            "store.py",
+            "a bucket that is gone counts as an object that is",
+            'if "NoSuchBucket" not in str(error):',
+            "if True:",
+            "tests/buckets/test_store.py::test_a_bucket_that_is_gone_and_a_server_that_is_gone",
+        ),
+        (
+            "store.py",
+            "uploads that were broken off stay",
+            '        _send(store, store.signing, "DELETE", f"/{key}?uploadId={token}")\n',
+            "        del key, token\n",
+            "tests/buckets/test_store.py::test_uploads_that_were_broken_off_are_cleaned_up",
+        ),
+        (
+            "files.py",
+            "the cache of corpora has no bound",
+            "    if used + size > int(text):",
+            "    if used + size < 0:",
+            "tests/buckets/test_files.py::test_the_cache_has_a_bound",
+        ),
+    ),
+    *_in(
         "trainkit/optim",
         (
             "rules.py",
@@ -1287,6 +1318,20 @@ MISTAKES = [
     ),
     *_in(
         "trainkit/weights/checkpoint",
+        (
+            "mirror.py",
+            "the manifest is put before the files",
+            '        files = sorted(set(parse_manifest(path, manifest)["files"]))\n',
+            "        files = [MANIFEST, *parse_manifest(path, manifest)['files']]\n",
+            "tests/buckets/test_mirror.py::test_kill_9_while_mirroring_leaves_no_half_checkpoint",
+        ),
+        (
+            "bucket_runs.py",
+            "what is damaged in a bucket is not looked at",
+            "            problems = verify_checkpoint(path)\n            if not problems:",
+            "            problems = []\n            if not problems:",
+            "tests/buckets/test_mirror.py::test_a_damaged_part_is_skipped_as_a_local_one_is",
+        ),
         (
             "manifest.py",
             "a record's own hash is not looked at",
