@@ -102,6 +102,8 @@ def test_a_bucket_that_is_gone_and_a_server_that_is_gone(bucket, monkeypatch):
     _, _, url = bucket
     with pytest.raises(ConfigError, match="there is no bucket not-here"):
         check_store(open_store("s3://not-here/run"))
+    with pytest.raises(ConfigError, match="there is no bucket not-here"):
+        put_bytes(open_store("s3://not-here/run"), "a", b"1")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(DiskError, match="cannot be reached"):
         check_store(open_store(url, patience=0.5))
