@@ -53,20 +53,20 @@ ROOMS = [*CORE, *chain.from_iterable(WINGS.values()), "__main__"]
 REACHED = {
     # Of the library, where nothing else is said. What is read is tokens of code: lines can be made
     # few by packing more into each.
-    "tokens": 433_716,
-    "tokens of the core": 150_353,
-    "tokens a line": 8.578,
-    "calls that unpack keywords": 51,
+    "tokens": 451_423,
+    "tokens of the core": 151_561,
+    "tokens a line": 8.557,
+    "calls that unpack keywords": 54,
     "calls that unpack keywords in recipes": 0,
-    "calls that unpack keywords in tests": 58,
+    "calls that unpack keywords in tests": 62,
     "pieces of messages": 5,
-    "private functions used once": 624,
+    "private functions used once": 655,
     "words of the dialect": 25,
-    "lines of code per comment": 11.956,
-    "public names": 600,
+    "lines of code per comment": 12.044,
+    "public names": 622,
     "longest chain of imports": 14,
-    "share of code that refuses": 0.101,
-    "shared text of recipes": 0.475,
+    "share of code that refuses": 0.1,
+    "shared text of recipes": 0.477,
 }
 DEGREES_STAND_IN = {"types.py"}
 SET_UP = ["types", "mesh", "parallel", "weights.checkpoint", "post.adapters"]

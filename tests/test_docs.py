@@ -26,8 +26,8 @@ DOCS = ROOT / "docs"
 PAGES = sorted(p for p in DOCS.rglob("*.md") if "_build" not in p.parts)
 WRITTEN = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")), *PAGES]
 FIRST_LINES = """\
-pip install -e ".[recipes]" && python recipes/pretrain.py        # trains, now, on text that is \
-already on this machine
+pip install -e ".[recipes]" && python recipes/pretrain.py        # trains, now, on the source \
+files of Python itself
 pip install -e ".[test]" && pytest                               # the tests
 """
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -8,6 +8,7 @@ import inspect
 import io
 import sys
 from pathlib import Path
+from unittest import mock
 
 import attrs
 import pytest
@@ -64,6 +65,11 @@ PRIVATE = [
         "torch._assert_async",
         "models/experts.py",
         "an assertion on the device, without a host sync; the public ones read a value",
+    ),
+    Private(
+        "agent._pcontext",
+        "tools/commands/launch.py",
+        "the processes whose exit codes torchrun's agent keeps to itself after a signal",
     ),
     Private("torch._foreach_norm", "grads.py", "norms of all gradients in one launch"),
     Private("torch._foreach_mul_", "grads.py", "clips all gradients in one launch"),
@@ -276,6 +282,9 @@ def things():
     import torch.distributed.tensor.debug
     import torch.nn.attention.varlen
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.pipelining import PipelineStage
     from torch.nn.parallel import DistributedDataParallel
@@ -305,6 +314,10 @@ def things():
         "replicated": DistributedDataParallel(module),
         "stage": PipelineStage(nn.ModuleList([module]), 0, 1, torch.device("cpu"), group=group),
         "op": torch.ops.aten.add.Tensor,
+        "agent": LocalElasticAgent(
+            WorkerSpec(role="", local_world_size=1, rdzv_handler=mock.Mock(), fn=print),
+            logs_specs=DefaultLogsSpecs(),
+        ),
     }
 
 
