@@ -16,10 +16,21 @@ PRELOAD = "trainkit.tools.testing.preload"  # importing it loads what only a for
 
 # What has no example of its own, and why.
 DISK = "works on the disk: docs/ show it, tests/checkpoint runs it"
+BUCKET = "wants a server of buckets: docs/howto/store-in-a-bucket.md shows it"
 ADAPTERS = "wants a model with adapters: docs/howto/adapters.md shows it"
 WITHOUT_EXAMPLE = {
     "adapters.export_peft": ADAPTERS,
     "adapters.use_merged_adapters": ADAPTERS,
+    "buckets.check_store": BUCKET,
+    "buckets.clean_uploads": BUCKET,
+    "buckets.delete_files": BUCKET,
+    "buckets.get_bytes": BUCKET,
+    "buckets.get_file": BUCKET,
+    "buckets.get_range": BUCKET,
+    "buckets.list_files": BUCKET,
+    "buckets.list_objects": BUCKET,
+    "buckets.put_bytes": BUCKET,
+    "buckets.put_file": BUCKET,
     "checkpoint.open_guarded_saver": DISK,
     "checkpoint.load_checkpoint": DISK,
     "checkpoint.load_weights": DISK,

@@ -315,7 +315,7 @@ def things():
         "stage": PipelineStage(nn.ModuleList([module]), 0, 1, torch.device("cpu"), group=group),
         "op": torch.ops.aten.add.Tensor,
         "agent": LocalElasticAgent(
-            WorkerSpec(role="", local_world_size=1, rdzv_handler=mock.Mock(), fn=print),
+            WorkerSpec(role="", local_world_size=1, rdzv_handler=mock.Mock(), entrypoint=print),
             logs_specs=DefaultLogsSpecs(),
         ),
     }

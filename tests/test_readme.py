@@ -48,6 +48,6 @@ def test_what_it_says_of_the_certificate_is_so():
     assert max(max(numbers) for _, _, numbers in layouts) < 1e-14
     assert "up to 8 ranks" in SENTENCES
     assert max(ranks for _, ranks, _ in layouts) == 8
-    assert "differ by 1e-3 or more" in SENTENCES
+    assert "mistakes that the tests plant, by 1e-3 or more" in SENTENCES
     assert len(mistakes) == 12
     assert min(mistakes) >= 1e-3

@@ -16,11 +16,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-
-mpl.use("agg")
-from matplotlib import pyplot as plt
-
 HERE = Path(__file__).parent
 COLUMNS = ("loss", "gradient norm", "parameters")
 ZERO = 2e-17  # where a difference of 0 is drawn
@@ -143,6 +138,12 @@ def draw_reported(axes: Any, theme: dict) -> None:
 
 def draw(numbers: tuple[list, list], file: Path, theme: dict, *, reported: bool = False) -> None:
     """Draw the picture in one theme, with the reported losses or without."""
+    # Here, as the tests read the numbers without drawing.
+    import matplotlib as mpl  # noqa: PLC0415
+
+    mpl.use("agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
     style = {
         "font.family": ["Liberation Sans", "DejaVu Sans"],
         "font.size": SIZE,
