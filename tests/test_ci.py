@@ -34,7 +34,11 @@ def call(script, *arguments, env=None):
 
 @pytest.mark.parametrize(
     "script",
-    ["run", "accelerator", "browser", "compat", "elastic", "package", "ray", "release", "slurm"],
+    [
+        path.name
+        for path in sorted(SCRIPTS.iterdir())
+        if path.read_text().startswith("#!/usr/bin/env bash")
+    ],
 )
 def test_help_explains_and_does_nothing_else(script):
     code, output = call(script, "--help")
@@ -43,7 +47,7 @@ def test_help_explains_and_does_nothing_else(script):
     assert "== " not in output, "a part has begun"
 
 
-@pytest.mark.parametrize("script", ["run", "ray"])
+@pytest.mark.parametrize("script", ["run", "bucket", "elastic", "ray", "slurm"])
 def test_an_argument_that_is_unknown_is_refused(script):
     code, output = call(script, "--fast")
     assert (code, output.splitlines()[-1]) == (
@@ -77,7 +81,8 @@ def repository(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
     root = tmp_path / "repository"
     (root / ".ci").mkdir(parents=True)
-    shutil.copy(SCRIPTS / "release", root / ".ci")
+    for name in ("release", "usage"):
+        shutil.copy(SCRIPTS / name, root / ".ci")
     files = {".ci/package": PACKAGE, "CHANGELOG.md": CHANGES, "CITATION.cff": CITATION}
     for name, text in (files | {".gitignore": "/dist/\n"}).items():
         (root / name).write_text(text)
