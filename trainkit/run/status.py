@@ -21,6 +21,7 @@ import attrs
 import orjson
 
 from trainkit.files import open_regular
+from trainkit.run.clocks import START
 from trainkit.run.peers import SILENT_AFAR, Member, is_gone
 from trainkit.types import ConfigError, Layout
 
@@ -158,6 +159,9 @@ def _judge_end(run_dir: Path, events: list[dict[str, Any]]) -> tuple[State, str 
     ends = {str(event.get("event")): event for event in events}
     failure = _read_json(run_dir / "ranks" / "failure.json")  # of the last process, never older
     beat = _read_json(run_dir / "ranks" / "rank_00000.json")
+    is_complete = "end" in ends and not ends["end"].get("failure") and "stop" not in ends
+    if is_complete and beat.get("phase") == START:
+        return "ended", None  # the failure is of a later start, refused before any step
     if failure:
         why = _describe_failure(failure)
     elif beat.get("state") == "failed":

@@ -1,5 +1,6 @@
 """`python -m trainkit runs`: every state of a run from its files, in 80 columns and as JSON."""
 
+import contextlib
 import json
 import os
 import socket
@@ -12,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from trainkit.__main__ import main
-from trainkit.run import status
+from trainkit.run import open_run, status
 from trainkit.run.status import find_runs, read_run_status
+from trainkit.types import ConfigError
 
 START = {"time": 1.0, "event": "start", "step": 0, "repeated": 0, "ranks": 2, "last": 9, "run": "a"}
 END = {"time": 2.0, "event": "end", "step": 7, "failure": None}
@@ -92,6 +94,20 @@ def test_a_state_is_read_from_what_a_run_left(name, tmp_path):
     assert (found.step, found.loss) == (7, 9 / 7)
     if name != "unknown":
         assert (found.last, found.ranks, found.layout) == (9, 2, "tp 2")
+
+
+@pytest.mark.parametrize(
+    ("phase", "state"), [("start", "ended"), ("step 8", "died"), ("the end", "died")]
+)
+def test_a_start_that_is_refused_leaves_a_complete_run_complete(phase, state, tmp_path):
+    run = write_run(tmp_path / "run", [START, END])
+    with contextlib.suppress(ConfigError), open_run(run) as later:
+        later.phase(phase, allow=60)
+        raise ConfigError("other flags")
+    assert (run / "errors" / "rank_00000.txt").exists()
+    found = read_run_status(run)
+    assert found.state == state
+    assert (found.why or "").count("other flags") == (state == "died")
 
 
 def test_the_end_of_a_long_file_of_events_is_enough(tmp_path, monkeypatch):
