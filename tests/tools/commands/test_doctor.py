@@ -26,7 +26,7 @@ GOOD = {
     "container": {"cores": None, "memory_gib": None},
     "limits": {"open_files": 65536, "processes": None, "memlock": None},
     "infiniband": True,
-    "nvidia_driver": True,
+    "driver": "580.65.06",
 }
 NO_DEVICES = {"devices": {}, "torch": "2.13.0+cpu"}
 
@@ -148,6 +148,14 @@ def test_a_gpu_has_its_health_and_one_that_fails_its_error(monkeypatch):
             "signs": ["CUDA error: device lost"],
         },
     }
+
+
+def test_a_first_gpu_that_fails_is_a_problem_and_the_rest_is_told(monkeypatch):
+    failed = {"name": "H100", "memory_gib": None, "free_gib": None, "signs": ["CUDA error: lost"]}
+    monkeypatch.setattr(doctor, "_describe_devices", lambda: {"cuda:0": failed})
+    facts = doctor.gather_facts()
+    assert facts["torch"] == torch.__version__
+    assert "cuda:0: CUDA error: lost" in doctor.find_problems(facts)
 
 
 def test_a_source_that_is_not_installed_has_no_requirements(monkeypatch):

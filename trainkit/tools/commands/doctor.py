@@ -65,10 +65,15 @@ def gather_facts() -> dict[str, Any]:
     """
     import torch  # noqa: PLC0415 -- slow
 
-    from trainkit.run.inventory import describe_rank  # noqa: PLC0415 -- torch
+    from trainkit.run.inventory import (  # noqa: PLC0415 -- torch
+        describe_rank,
+        read_driver_version,
+    )
 
     devices = _describe_devices()
-    where = torch.device("cuda", 0) if devices else torch.device("cpu")
+    # A GPU that has failed has no memory here, and would fail again.
+    sound = [name for name, device in devices.items() if device["memory_gib"] is not None]
+    where = torch.device(next(iter(sound), "cpu"))
     host = describe_rank(0, where)
     processor = host.get("processor", host["device"])
     shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None  # noqa: S108
@@ -78,7 +83,8 @@ def gather_facts() -> dict[str, Any]:
         "installed": "from a checkout" if find_recipes().parent != _PACKAGE else "as a wheel",
         "python": host["python"],
         "torch": host["torch"],
-        **{name: host[name] for name in ("cuda", "nccl", "driver") if name in host},
+        **{name: host[name] for name in ("cuda", "nccl") if name in host},
+        "driver": read_driver_version(),
         "system": platform.platform(),
         "packages": _list_packages(),
         "missing": _list_missing(),
@@ -98,7 +104,6 @@ def gather_facts() -> dict[str, Any]:
         "container": read_cgroup(),
         "limits": {name: read_limit(kind) for name, kind in _LIMITS.items()},
         "infiniband": Path("/sys/class/infiniband").is_dir(),
-        "nvidia_driver": Path("/proc/driver/nvidia/version").exists(),
         "environment": {
             name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)
         },
@@ -139,7 +144,7 @@ def _find_missing_software(facts: dict[str, Any]) -> list[str]:
 def _find_device_problems(facts: dict[str, Any]) -> list[str]:
     found = list[str]()
     devices: dict[str, Any] = facts["devices"]
-    if not devices and facts["nvidia_driver"]:
+    if not devices and facts["driver"] is not None:
         build = "is built for CPUs" if "+cpu" in facts["torch"] else "finds no GPU"
         found.append(
             f"there is an NVIDIA driver, but torch {facts['torch']} {build}: runs use the CPU; "
