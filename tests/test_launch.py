@@ -11,6 +11,7 @@ from types import ModuleType
 import attrs
 import pytest
 import torch
+from rank_processes import free_port
 from test_docs import blocks_of, problems_of_command
 
 import trainkit as tk
@@ -218,12 +219,6 @@ def as_slurm_would(port):
     os.environ.update(SLURM_JOB_NODELIST="localhost", SLURM_JOB_ID="1", MASTER_PORT=str(port))
     with tk.parallel_session(dp_replicate=2) as ps:
         return ps.world.index, int(tk.all_sum(torch.tensor(rank + 1), ps.dp_replicate))
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return free.getsockname()[1]
 
 
 def test_two_processes_with_slurm_s_variables_meet():

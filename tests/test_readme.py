@@ -1,11 +1,11 @@
 """What README.md says of layouts and of the certificate is so."""
 
-import importlib.util
 import re
 import subprocess
 from pathlib import Path
 
 from recipe_runs import TORCHRUN
+from test_docs import load_script
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -38,10 +38,7 @@ def test_its_script_prints_the_same_on_two_ranks_in_three_layouts(tmp_path):
 
 
 def test_what_it_says_of_the_certificate_is_so():
-    path = ROOT / "docs" / "pictures" / "certificate.py"
-    spec = importlib.util.spec_from_file_location("certificate_picture", path)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script(ROOT / "docs" / "pictures" / "certificate.py")
     layouts, mistakes = script.read_numbers()
     assert f"Each of {len(layouts)} tested" in SENTENCES
     assert "differs by less than 1e-14" in SENTENCES
