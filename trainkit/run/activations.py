@@ -149,12 +149,14 @@ def watch_activations(
         is_due: Called before each pass.
 
     Effects:
-        Hooks the stages and blocks for the length of the `with` block; no host sync.
+        Hooks the blocks and their stages for the length of the `with` block; no host sync.
     """
     found = Activations(is_due, stages.tp.share)
     with ExitStack() as stack:
         for number, stage in enumerate(stages):
             named = _name_blocks(stage, blocks)
+            if not named:  # a hook could make a stage that is compiled as a whole compile anew
+                continue
             found.names += named
             stack.callback(stage.register_forward_pre_hook(partial(found.start, number)).remove)
             for name, block in named.items():
