@@ -15,7 +15,6 @@ from trainkit.batch.shards import contiguous_shard
 from trainkit.parallel.grad_reduction import get_local
 from trainkit.parallel.name_patterns import name_matches
 from trainkit.parallel.parameters import canonical_name
-from trainkit.parallel.recompute import is_trial
 from trainkit.run.element_sums import merge_sums, sum_elements
 from trainkit.types import SOLO, Hidden, Share, Stages
 
@@ -123,12 +122,12 @@ class Activations:
 
     def add(self, name: str, output: Any) -> None:
         """Add the sums of what a block has returned to the pass that is under way."""
-        # A trial of `recompute` computes a block once more, and its results are not used.
-        if self._open is None or is_trial():
+        if self._open is None:
             return
         for x in find_tensors(output).values():
             local = get_local(x.detach())
             if local.ndim > 1 and local.numel():
+                # Over those of a trial of `recompute`, which computes a block before it counts.
                 self._open[name] = sum_elements(local)
             return  # the first is the hidden state
 
