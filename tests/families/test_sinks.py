@@ -224,6 +224,18 @@ def test_a_terminal_gets_two_lines_of_at_most_80_columns(monkeypatch):
     )
 
 
+def test_numbers_that_do_not_fit_a_terminal_are_left_out_and_none_is_cut(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = Terminal()
+    values = VALUES | {"mfu": 0.412, "memory_peak": 75 * 2**30, "load_over_mean": 1.32}
+    with sinks.open_console(1, stream=stream) as sink:
+        sink(1, values | {"overflowed": 1, "loss_scale": 65536.0})
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).split("\r")[-1]
+    assert shown.splitlines()[1].rstrip() == (
+        "loss 2.5000  overflow: scale 32768  41.2k tok/s  mfu 41.2%  75.0 GiB  load 1.32"
+    )
+
+
 def test_both_lines_of_a_terminal_stand_before_the_first_step():
     # A message of the thread that trains cannot be written onto them while they are first drawn.
     stream = Terminal()

@@ -103,11 +103,12 @@ def measure_activations(degrees=None, *, rows=1, plan=(), schedule="1f1b", layer
             write=lambda *x: found.append(x),
             axis=ps.world,
         ) as finish:
-            scale_(params, 2.0)
-            tk.step.evaluate(stages, batch.microbatches, next_token_linear)  # is not counted
-            scale_(params, 0.5)
             run(batch.microbatches, denominator=tokens)
             optimizer.step()
+            scale_(params, 2.0)
+            # Afterwards, as of more calls than microbatches the last count.
+            tk.step.evaluate(stages, batch.microbatches, next_token_linear)  # is not counted
+            scale_(params, 0.5)
             finish(batch.microbatches)
             for factor in (2.0, 0.5):  # the step is taken again, and its update is skipped
                 scale_(params, factor)
@@ -179,6 +180,17 @@ def test_recomputed_and_compiled_blocks_are_counted_once(plan, activations_alone
     check_activations(measure_activations(plan=plan), activations_alone[2])
 
 
+def test_a_model_that_is_compiled_as_a_whole_keeps_what_was_compiled():
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ReLU()])})
+    model.compile(backend="eager")
+    with watch_layers(
+        model, torch.optim.SGD([torch.zeros(1)]), is_due=lambda: True, write=print
+    ) as finish:
+        assert not model._forward_pre_hooks
+        assert not model._forward_hooks
+        finish([])
+
+
 def test_the_zeros_and_nan_of_blocks_are_counted_and_padding_is_not():
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.ReLU()])})
     model.forward = lambda x: model["layers"][0](x)  # noqa: PLW0108 (a module: it has hooks)
@@ -191,6 +203,7 @@ def test_the_zeros_and_nan_of_blocks_are_counted_and_padding_is_not():
         write=lambda *x: found.update([x]),
     ) as finish:
         model(x)
+        model["layers"][0](2 * x)  # in no pass of the model, as a block that is recomputed
         finish([{"document_ids": torch.tensor([[0, 0, -1]])}])
     assert not model["layers"][0]._forward_hooks
     assert list(found) == ["activation"]

@@ -246,9 +246,12 @@ def test_what_the_watch_warned_of_becomes_an_event(tmp_path):
         with run.loop(state, model, optimizer, steps=9, replay=None) as loop:
             run.notices.append(("warning", {"what": "watch: the run directory was removed"}))
             run.notices.append(("straggler", {"rank": 1, "busy": 0.9, "others": 0.2}))
-            loop.record(attrs.evolve(state, step=1), metrics, StepBatch([], Cursor(1)))
-    [event] = events(tmp_path, "warning")
-    assert (event["step"], event["what"]) == (1, "watch: the run directory was removed")
+            state = loop.record(attrs.evolve(state, step=1), metrics, StepBatch([], Cursor(1)))
+            loop.checkpoint(state)
+            run.notices.append(("warning", {"what": "after the last line"}))
+    first, last = events(tmp_path, "warning")
+    assert (first["step"], first["what"]) == (1, "watch: the run directory was removed")
+    assert (last["step"], last["what"]) == (1, "after the last line")
     [event] = events(tmp_path, "straggler")
     assert (event["step"], event["rank"], event["busy"], event["others"]) == (1, 1, 0.9, 0.2)
 

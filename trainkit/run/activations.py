@@ -15,7 +15,6 @@ from trainkit.batch.shards import contiguous_shard
 from trainkit.parallel.grad_reduction import get_local
 from trainkit.parallel.name_patterns import name_matches
 from trainkit.parallel.parameters import canonical_name
-from trainkit.parallel.recompute import is_trial
 from trainkit.run.element_sums import merge_sums, sum_elements
 from trainkit.types import SOLO, Hidden, Share, Stages
 
@@ -123,12 +122,12 @@ class Activations:
 
     def add(self, name: str, output: Any) -> None:
         """Add the sums of what a block has returned to the pass that is under way."""
-        # A trial of `recompute` computes a block once more, and its results are not used.
-        if self._open is None or is_trial():
+        if self._open is None:
             return
         for x in find_tensors(output).values():
             local = get_local(x.detach())
             if local.ndim > 1 and local.numel():
+                # Over those of a trial of `recompute`, which computes a block before it counts.
                 self._open[name] = sum_elements(local)
             return  # the first is the hidden state
 
@@ -149,12 +148,14 @@ def watch_activations(
         is_due: Called before each pass.
 
     Effects:
-        Hooks the stages and blocks for the length of the `with` block; no host sync.
+        Hooks the blocks and their stages for the length of the `with` block; no host sync.
     """
     found = Activations(is_due, stages.tp.share)
     with ExitStack() as stack:
         for number, stage in enumerate(stages):
             named = _name_blocks(stage, blocks)
+            if not named:  # a hook could make a stage that is compiled as a whole compile anew
+                continue
             found.names += named
             stack.callback(stage.register_forward_pre_hook(partial(found.start, number)).remove)
             for name, block in named.items():

@@ -724,7 +724,7 @@ class Loop:
     _last_saved: int | None = None  # the step of the save that was started last
     _stop_reason: str | None = None
     _divergence: str = ""  # why the training loss has diverged
-    _last_step: int = 0
+    _last_step: int = attrs.Factory(lambda self: self._first_step, takes_self=True)
     _optimizer_steps: int = 0
     _optimizer_steps_of_current: int = 0
     _component_states: ComponentStates | None = None  # copies, as they are with `_current`
@@ -806,6 +806,7 @@ class Loop:
                 yield self
             finally:
                 counting.remove()
+                self._write_notices(self._last_step)
             # Without an exception, so the steps since the last read are good ones.
             if self._pending:
                 self._read_pending(self._pending[-1][0])
@@ -918,9 +919,7 @@ class Loop:
         state = self._read_pending(state)
         if is_read:  # not before: where ranks talk through the device, reading waits for it
             self._report_signs(state.step)
-        while run.notices:
-            name, facts = run.notices.popleft()
-            self._write_event(name, step=state.step, **facts)
+        self._write_notices(state.step)
         if is_first:
             peaks = self._readings.read_peaks()
             self._write_event("memory", step=state.step, memory_peak=peaks)
@@ -1156,6 +1155,12 @@ class Loop:
             for name, flops_per_token in known.items()
             if flops_per_token is not None
         }
+
+    def _write_notices(self, step: int) -> None:
+        """Write the events of other threads, as that of a slow rank."""
+        while self._run.notices:
+            name, facts = self._run.notices.popleft()
+            self._write_event(name, step=step, **facts)
 
     def _report_signs(self, step: int) -> None:
         """Warn of each rank whose device or host is sick, once for each sign."""

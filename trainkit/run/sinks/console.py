@@ -122,25 +122,32 @@ def progress_text(values: Mapping[str, Any], *, seconds_left: float, columns: in
         >>> progress_text({"loss": 2.5, "lr": 1.0}, seconds_left=9, columns=44)
         'loss 2.5000  - tok/s  norm -  left 0:00:09'
     """
-    parts = _format_parts(values)
-    parts["left"] = f"left {_format_time(seconds_left)}"
-    names = [name for name in _SHOWN if name in parts]
-    for name in _LEFT_OUT:
-        if len("  ".join(parts[x] for x in names)) > columns and name in names:
-            names.remove(name)
-    return "  ".join(parts[name] for name in names)
+    parts = _format_parts(values) | {"left": f"left {_format_time(seconds_left)}"}
+    return _join_parts({name: parts[name] for name in _SHOWN if name in parts}, columns)
 
 
-def metrics_text(values: Mapping[str, Any]) -> str:
-    """Return the numbers of a step for the second line on a terminal, at most 80 columns.
+def metrics_text(values: Mapping[str, Any], *, columns: int = COLUMNS) -> str:
+    """Return the numbers of a step for the second line on a terminal.
+
+    What has no room is left out, the learning rate first.
 
     Examples:
         >>> metrics_text({"loss": 2.5, "lr": 3e-4, "grad_norm": 1.2, "tokens_per_second": 1234.5})
         'loss 2.5000  lr 3.00e-04  norm 1.20  1.2k tok/s'
         >>> metrics_text({"loss": 2.5, "mfu": 0.41, "memory_peak": 75 * 2**30})
         'loss 2.5000  lr -  norm -  - tok/s  mfu 41.0%  75.0 GiB'
+        >>> metrics_text({"loss": 2.5, "mfu": 0.41, "memory_peak": 75 * 2**30}, columns=50)
+        'loss 2.5000  norm -  - tok/s  mfu 41.0%  75.0 GiB'
     """
-    return "  ".join(_format_parts(values).values())
+    return _join_parts(_format_parts(values), columns)
+
+
+def _join_parts(parts: Mapping[str, str], columns: int) -> str:
+    names = [*parts]
+    for name in _LEFT_OUT:
+        if len("  ".join(parts[x] for x in names)) > columns and name in names:
+            names.remove(name)
+    return "  ".join(parts[name] for name in names)
 
 
 def _format_parts(values: Mapping[str, Any]) -> dict[str, str]:
@@ -215,7 +222,8 @@ def _open_bar(stream: TextIO, start: int, total: int) -> Iterator[Show]:
         def show(step: int, values: Mapping[str, Any], seconds_left: float) -> None:
             left = f"left {_format_time(seconds_left)}"
             progress.update(task, completed=step, left=left)
-            numbers = Text(metrics_text(values), no_wrap=True, overflow="ellipsis")
+            text = metrics_text(values, columns=live.console.width)
+            numbers = Text(text, no_wrap=True, overflow="ellipsis")
             live.update(Group(progress, numbers), refresh=True)
 
         yield show
