@@ -137,6 +137,7 @@ def test_a_roll_back_holds_in_the_bucket_too(run, bucket):
     with mirror_of(run, messages, retention=Retention(last=2, best=1)):
         for step in (1, 2, 3):
             save(folder, step, score=1.0 / step)
+            (checkpoints / "step_00000001.pin").touch()
         wait_until(lambda: len(names(store)) == 3)
         paths = list_checkpoints(checkpoints)
         clear_directory(checkpoints, paths[-1], paths[-1], log=lambda _: None)
