@@ -58,7 +58,7 @@ def fetch_files(path: str | Path, *, log: Log = log_info) -> Path:
         raise DataError(f"fetch_files: there is nothing at {url}", where=url)
     cache = cache_home() / "files"
     record = orjson.dumps({"url": url, "objects": objects}, option=orjson.OPT_SORT_KEYS)
-    # Other objects at the URL are another entry: whoever reads the old ones keeps them.
+    # Other objects at the URL are another entry: a process may still read the old ones.
     entry = cache / hashlib.sha256(record).hexdigest()[:16]
     local = entry / name
     with convert_disk_errors(entry, by="fetch_files"):
