@@ -241,7 +241,7 @@ def main(argv=None):
     cfg = attrs.evolve(cfg, compute=precision.compute, out=cfg.out or Path("runs/evaluate") / name)
     items_by_kind = read(cfg, trained)
     manager = evaluation.open_tasks(cfg.tasks, include=cfg.include) if cfg.tasks else None
-    cfg.out.mkdir(parents=True, exist_ok=True)
+    tk.run.make_run_dir(cfg.out)
     # Nothing is trained, so a layout is all there is around it: no run directory, no checkpoints.
     with tk.parallel_session(cfg.layout) as ps:
         results = evaluate(cfg, ps, trained, items_by_kind, manager)

@@ -1,5 +1,7 @@
 """A run whose directory is a URL is a run: it stops, and goes on elsewhere, bit for bit."""
 
+import contextlib
+import importlib
 import json
 import shutil
 import signal
@@ -105,6 +107,31 @@ def test_a_bucket_that_cannot_be_used_ends_the_run_before_its_first_step(capfd):
     assert end.value.code == 64
     assert "there is no bucket gone-0" in capfd.readouterr().err
     assert not cache_folder("runs", "s3://gone-0/run").exists()
+
+
+@pytest.mark.parametrize("how", ["end", "stop", "error"])
+def test_the_end_waits_for_the_bucket_as_long_as_a_stop_lets_it(tmp_path, monkeypatch, how):
+    waits, stops = [], []
+    module = importlib.import_module("trainkit.run.open_run")
+
+    @contextlib.contextmanager
+    def note_patience(*_, get_patience, **__):
+        try:
+            yield None
+        finally:
+            if how == "stop":  # while it waits
+                stops.append("asked")
+            waits.append(get_patience())
+
+    monkeypatch.setattr(module, "open_mirror", note_patience)
+    with (
+        contextlib.suppress(SystemExit),
+        open_run(tmp_path / "run", timeouts=TIMEOUTS, stop_reason=lambda: (stops or [None])[0]),
+    ):
+        if how == "error":
+            raise ValueError
+    (seconds,) = waits
+    assert seconds == TIMEOUTS.start_timeout if how == "end" else 1.0 <= seconds <= TIMEOUTS.grace
 
 
 def test_two_ranks_share_the_folder_and_one_copies_it(url):

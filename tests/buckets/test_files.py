@@ -1,6 +1,8 @@
 """A corpus in a bucket is read from a copy: the same bits, in a cache of a bounded size."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +93,20 @@ def test_a_folder_and_the_tokenizer_beside_a_token_file_are_fetched(data, tmp_pa
     found = find_tokenizer(None, [Path(f"{url}/web.tokens")])
     assert Path(found).read_text() == "{}"
     assert find_tokenizer(None, [Path(f"{url}/shards/a.tokens")]) == "bytes"
+
+
+def test_another_rank_reads_the_same_copy_while_this_one_does(data, tmp_path):
+    proxy, upload, url = data
+    (tmp_path / "a.txt").write_text("same")
+    upload(tmp_path / "a.txt", "a.txt")
+    local = fetch_files(f"{url}/a.txt")
+    del proxy.requests[:]
+    code = "import sys; from trainkit.buckets import fetch_files; print(fetch_files(sys.argv[1]))"
+    command = [sys.executable, "-c", code, f"{url}/a.txt"]
+    other = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert other.stdout.strip() == str(local)
+    assert {method for method, _ in proxy.requests} == {"HEAD"}
+    assert fetch_files(f"{url}/a.txt") == local
 
 
 def test_what_has_changed_in_the_bucket_is_fetched_anew(data, tmp_path):

@@ -17,6 +17,7 @@ from trainkit.weights.checkpoint import mirror as mirrors
 from trainkit.weights.checkpoint.bucket_runs import fetch_request, fetch_run, list_remote
 from trainkit.weights.checkpoint.manifest import (
     MANIFEST,
+    clear_directory,
     list_checkpoints,
     make_manifest,
     verify_checkpoint,
@@ -110,6 +111,74 @@ def test_retention_holds_on_both_sides(run):
     with mirror_of(run, [], retention=Retention(last=2)):
         pass
     assert names(store) == ["step_00000004", "step_00000003", "step_00000001"]
+
+
+def test_what_was_broken_off_in_the_bucket_is_deleted_by_retention(run):
+    folder, store, _ = run
+    for key in ("step_00000001/a", "step_00000002/a", f"step_00000003/{ASIDE}", "step_00000004/a"):
+        put_bytes(store, f"checkpoints/{key}", b"part")
+    put_bytes(store, "checkpoints/step_00000002.pin", b"")
+    save(folder, 5)
+    with mirror_of(run, []):  # which deletes nothing without a policy
+        pass
+    assert "checkpoints/step_00000001/a" in list_files(store)
+    with mirror_of(run, [], retention=Retention(last=2)):
+        pass
+    left = {key.split("/")[1] for key in list_files(store, "checkpoints")}
+    steps = ["step_00000002", "step_00000002.pin", "step_00000003", "step_00000005"]
+    assert sorted(left) == steps
+
+
+def test_a_roll_back_holds_in_the_bucket_too(run, bucket):
+    folder, store, _ = run
+    _, _, url = bucket
+    messages = []
+    checkpoints = folder / "checkpoints"
+    with mirror_of(run, messages, retention=Retention(last=2, best=1)):
+        for step in (1, 2, 3):
+            save(folder, step, score=1.0 / step)
+            (checkpoints / "step_00000001.pin").touch()
+        wait_until(lambda: len(names(store)) == 3)
+        paths = list_checkpoints(checkpoints)
+        clear_directory(checkpoints, paths[-1], paths[-1], log=lambda _: None)
+        wait_until(lambda: names(store) == ["step_00000001"])
+        for step in (3, 4, 5):  # a name comes again, with another score
+            save(folder, step, data=b"others", score=1.0 + step)
+            wait_until(lambda step=step: f"step_0000000{step}" in names(store))
+    assert names(store) == ["step_00000005", "step_00000004", "step_00000001"]
+    assert len([x for x in messages if ASIDE in x]) == 2
+    shutil.rmtree(folder)
+    assert list_checkpoints(fetch_run(url) / "checkpoints")[0].name == "step_00000005"
+
+
+def test_a_folder_that_goes_while_it_is_listed_is_no_failure(run, monkeypatch):
+    folder, store, _ = run
+    (folder / "profiles").mkdir()
+    (folder / "checkpoints" / ".staging-9").mkdir(parents=True)
+    scan = os.scandir
+
+    def lose(path):
+        if Path(path).name in ("profiles", ".staging-9"):
+            raise FileNotFoundError(path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", lose)
+    messages = []
+    with mirror_of(run, messages):
+        pass
+    assert messages == []
+    assert "metrics.jsonl" in list_files(store)
+
+
+def test_a_stop_shortens_the_wait_at_the_end(run):
+    folder, store, proxy = run
+    save(folder, 1)
+    proxy.fail = lambda _, path: "hang" if "rank_00001" in path else None
+    waits, messages = iter([1000.0, 0.0]), []
+    with open_mirror(folder, store, get_patience=lambda: next(waits), log=messages.append) as it:
+        it.begin()
+    assert [*waits] == []
+    assert f"{store.url} does not have step_00000001; they are in" in messages[-1]
 
 
 def test_what_fails_is_said_once_and_tried_again_while_training_goes_on(run):
@@ -215,6 +284,9 @@ def test_one_that_is_damaged_here_is_replaced_by_that_of_the_bucket(run, bucket)
     with mirror_of(run, []):
         pass
     (path / "rank_00000.safetensors").write_bytes(b"?")
+    fetch_run(url)
+    assert verify_checkpoint(path) == []
+    (path / MANIFEST).unlink()
     fetch_run(url)
     assert verify_checkpoint(path) == []
 

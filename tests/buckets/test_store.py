@@ -118,6 +118,21 @@ def test_an_account_that_may_not_list_uploads_is_told_no_signed_url(bucket):
     assert caught.value.__cause__ is None
 
 
+def test_a_server_without_a_list_of_uploads_is_said(bucket):
+    proxy, _, url = bucket
+    proxy.fail = lambda *_: (200, "<html><br>welcome")
+    with pytest.raises(DiskError, match="has no list of unfinished uploads"):
+        clean_uploads(open_store(url))
+
+
+def test_a_password_in_the_endpoint_is_in_no_message(bucket, monkeypatch):
+    _, _, url = bucket
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://somebody:hidden@127.0.0.1:9")
+    with pytest.raises(DiskError, match="cannot be reached") as caught:
+        check_store(open_store(url, patience=0.5))
+    assert "hidden" not in str(caught.value)
+
+
 def test_credentials_come_from_a_profile(bucket, monkeypatch, tmp_path):
     proxy, _, url = bucket
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
@@ -147,6 +162,7 @@ def test_a_url_with_a_secret_or_without_a_bucket_is_refused(url):
 def test_a_url_is_known_where_a_flag_has_made_a_path_of_it(monkeypatch, tmp_path):
     assert find_url(Path("s3://bucket") / "hard") == "s3://bucket/hard"
     assert find_url("s3://bucket/run/") == "s3://bucket/run"
+    assert find_url("s3:///bucket/run") == find_url(Path("s3:///bucket/run")) == "s3://bucket/run"
     assert [find_url(x) for x in ("runs/a", "/s3/b", "s3", "https://x/y")] == [None] * 4
     monkeypatch.setenv("TRAINKIT_CACHE", str(tmp_path))
     assert cache_folder("runs", "s3://bucket/a/b") == tmp_path / "runs/s3/bucket/a/b"

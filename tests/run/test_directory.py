@@ -2,6 +2,7 @@
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,13 @@ def test_a_run_directory_is_made_and_probed(tmp_path):
 
 
 @pytest.mark.case("L11")
+def test_a_url_is_refused_and_is_no_folder_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="s3://bucket/scores is in a bucket, and only runs that"):
+        make_run_dir(Path("s3://bucket/scores"))
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_run_directory_that_cannot_be_written_is_refused_by_name(tmp_path):
     file = tmp_path / "file"
     file.write_text("kept")

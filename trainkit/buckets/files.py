@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import orjson
@@ -55,16 +57,19 @@ def fetch_files(path: str | Path, *, log: Log = log_info) -> Path:
     if not objects:
         raise DataError(f"fetch_files: there is nothing at {url}", where=url)
     cache = cache_home() / "files"
-    entry = cache / hashlib.sha256(url.encode()).hexdigest()[:16]
+    record = orjson.dumps({"url": url, "objects": objects}, option=orjson.OPT_SORT_KEYS)
+    # Other objects at the URL are another entry: a process may still read the old ones.
+    entry = cache / hashlib.sha256(record).hexdigest()[:16]
+    local = entry / name
     with convert_disk_errors(entry, by="fetch_files"):
         cache.mkdir(parents=True, exist_ok=True)
         _hold(entry)
-    local = entry / name
-    record = orjson.dumps({"url": url, "objects": objects}, option=orjson.OPT_SORT_KEYS)
-    try:
-        if not (entry / _ENTRY).exists() or (entry / _ENTRY).read_bytes() != record:
+    if (entry / _ENTRY).exists():
+        return local
+    with lock_folder(cache, by="fetch_files"):
+        if not (entry / _ENTRY).exists():  # else another process has fetched it meanwhile
             size = sum(size for size, _ in objects.values())
-            shutil.rmtree(entry, ignore_errors=True)  # of other objects, or of a killed process
+            shutil.rmtree(entry, ignore_errors=True)  # of a killed process
             _make_room(cache, size, url)
             log(f"fetching {url}, {size / 2**20:.1f} MiB, into {local}")
             for key in objects:
@@ -72,16 +77,39 @@ def fetch_files(path: str | Path, *, log: Log = log_info) -> Path:
                 get_file(store, key, entry / key)
             with atomic_write(entry / _ENTRY, by="fetch_files") as file:
                 file.write(record)
-    finally:
-        fcntl.flock(_HELD[str(entry)], fcntl.LOCK_SH)  # others may read too, and nobody removes
     return local
 
 
+@contextlib.contextmanager
+def lock_folder(folder: Path, *, by: str) -> Iterator[None]:
+    """Let one process of a machine, or of all that share the disk, fetch into a folder at a time.
+
+    Args:
+        folder: The folder, which is created.
+        by: The function that fetches, for the message.
+
+    Raises:
+        DiskError: The folder cannot be written.
+
+    Effects:
+        Creates a file in the folder, `.fetch`; waits for the process that holds its lock.
+    """
+    with convert_disk_errors(folder, by=by):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / ".fetch", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
 def _hold(entry: Path) -> None:
-    """Lock an entry for this process alone, and note that it was used."""
+    """Keep an entry from being removed until this process ends, and note that it was used."""
     if str(entry) not in _HELD:
         _HELD[str(entry)] = os.open(f"{entry}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    fcntl.flock(_HELD[str(entry)], fcntl.LOCK_EX)
+    # Shared: the other ranks of the machine hold it too.
+    fcntl.flock(_HELD[str(entry)], fcntl.LOCK_SH)
     os.utime(f"{entry}.lock")
 
 
@@ -98,7 +126,7 @@ def _make_room(cache: Path, size: int, url: str) -> None:
     for lock in locks:
         if sum(sizes.values()) + size <= int(text):
             return
-        if sizes[lock] and str(lock.with_suffix("")) not in _HELD:
+        if sizes[lock]:
             handle = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import configparser
 import contextlib
 import errno
+import http.client
 import os
+import re
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -30,6 +32,8 @@ _PART = 8 << 20  # bytes of a part of an upload, and of a block of a download
 _PARALLEL = 4  # parts in flight, so that an upload needs 32 MiB
 # Of an exception's text: what follows repeats it, and may be pages.
 _MAX_TEXT = 300
+# Of a URL in it: the user and the password of an endpoint, and a query, which may be signed.
+_SECRETS = re.compile(r"(?<=//)[^/@\s]+@|\?[^\s\"')]+")
 _HTTP = urllib.request.build_opener()
 
 
@@ -88,7 +92,7 @@ def open_store(url: str | Path, *, timeout: float = 30.0, patience: float = 20.0
         from obstore.exceptions import BaseError  # noqa: PLC0415
     # The intervals double from 0.1 s to 15 s.
     retries = {"max_retries": 10, "retry_timeout": timedelta(seconds=patience)}
-    http: dict[str, Any] = {
+    options: dict[str, Any] = {
         "timeout": timedelta(seconds=timeout),
         "connect_timeout": timedelta(seconds=min(timeout, 5.0)),
     }
@@ -96,18 +100,20 @@ def open_store(url: str | Path, *, timeout: float = 30.0, patience: float = 20.0
     settings = _read_aws_settings() if scheme == "s3" else {}
     # Plain http is for a server of one's own, which only an explicit endpoint names.
     if settings.get("endpoint", "").startswith("http://"):
-        http["allow_http"] = True
+        options["allow_http"] = True
     bucket, _, prefix = rest.partition("/")
     open_url: Any = stores.from_url  # typed for each kind of server apart
     try:
-        client = open_url(full, config=settings or None, retry_config=retries, client_options=http)
+        client = open_url(
+            full, config=settings or None, retry_config=retries, client_options=options
+        )
     except (BaseError, ValueError, OSError) as error:
         raise ConfigError(
             f"open_store: {full} cannot be opened: {_shorten(error)}",
             where=full,
             hint="correct the settings of the object store in the environment",
         ) from None
-    signing = _Signing(settings, bucket, prefix, http) if scheme == "s3" else None
+    signing = _Signing(settings, bucket, prefix, options) if scheme == "s3" else None
     return Store(full, client, signing)
 
 
@@ -312,10 +318,18 @@ def clean_uploads(store: Store) -> int:
         return 0
     prefix = urllib.parse.quote(f"{store.signing.prefix}/".lstrip("/"), safe="/")
     listed = _send(store, store.signing, "GET", f"?uploads=&prefix={prefix}")
+    try:
+        found = ET.fromstring(listed)  # noqa: S314 -- of the user's server
+    except ET.ParseError:
+        raise DiskError(
+            f"clean_uploads: {store.url} has no list of unfinished uploads",
+            where=store.url,
+            hint="let the bucket delete unfinished uploads after some days",
+        ) from None
     # Servers differ in whether they name the namespace.
     uploads = [
         {child.tag.rpartition("}")[2]: child.text or "" for child in upload}
-        for upload in ET.fromstring(listed).iter()  # noqa: S314 -- of the user's server
+        for upload in found.iter()
         if upload.tag.rpartition("}")[2] == "Upload"
     ]
     for upload in uploads:
@@ -351,7 +365,7 @@ def _send(store: Store, signing: _Signing, method: Literal["GET", "DELETE"], req
     try:
         with _HTTP.open(message, timeout=seconds) as answer:
             return answer.read()
-    except (urllib.error.URLError, OSError) as error:
+    except (OSError, http.client.HTTPException) as error:
         if isinstance(error, urllib.error.HTTPError):
             error.close()  # it holds the connection
         # From None: the signed URL is as good as a key for a minute.
@@ -432,4 +446,5 @@ _CAUSES = (
 
 def _shorten(error: Exception) -> str:
     """Return the beginning of a client's error; what follows repeats it in other words."""
-    return str(error).partition("\n\nDebug source")[0].strip()[:_MAX_TEXT]
+    text = str(error).partition("\n\nDebug source")[0].strip()
+    return _SECRETS.sub("", text)[:_MAX_TEXT]

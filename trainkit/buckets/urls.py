@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from trainkit.types import ConfigError
 
 # `Path` makes s3:/bucket of s3://bucket, and flags for folders are paths.
-_URL = re.compile(r"(s3|gs|az):(?:/{1,2}([^/].*)?)?")
+_URL = re.compile(r"(s3|gs|az):(?:/+(.*))?")
 
 
 def find_url(path: str | Path) -> str | None:

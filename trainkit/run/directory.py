@@ -10,6 +10,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from trainkit.buckets.urls import find_url
 from trainkit.files import find_other_writers
 from trainkit.types import ConfigError, DiskError, Log, log_info
 
@@ -33,8 +34,8 @@ def make_run_dir(
         The path.
 
     Raises:
-        ConfigError: `path` is a file, or a name that a run writes to is a pipe, a folder or the
-            like; or others can write to it and `strict_owner` is set.
+        ConfigError: `path` is a URL or a file, or a name that a run writes to is a pipe, a folder
+            or the like; or others can write to it and `strict_owner` is set.
         DiskError: `path` cannot be created or written.
 
     Effects:
@@ -46,6 +47,12 @@ def make_run_dir(
         ...     make_run_dir(f"{folder}/runs/first").is_dir()
         True
     """
+    if find_url(path) is not None:
+        raise ConfigError(
+            f"make_run_dir: {find_url(path)} is in a bucket, and only runs that train work there",
+            where="out",
+            hint="name a folder of this machine with --out, and copy it when it is done",
+        )
     path = Path(path)
     for name in _FILES:  # opening a pipe would block; another kind would be overwritten
         file = path / name

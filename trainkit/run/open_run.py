@@ -223,6 +223,7 @@ def open_run(
         return reason
 
     def get_patience() -> float:
+        note_stop()  # the watch, which asks during the run, is over
         if not stop_times and sys.exc_info()[0] is None:
             return timeouts.start_timeout
         # Of a stop what the save has left, since launchers kill: the checkpoint is on the disk.

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from trainkit.buckets.files import lock_folder
 from trainkit.buckets.store import Store, get_bytes, get_file, list_files, open_store
 from trainkit.buckets.urls import cache_folder, find_url
 from trainkit.files import commit_folder, convert_disk_errors
@@ -73,7 +72,7 @@ def fetch_run(run_dir: str | Path, request: str | Path = "auto", *, log: Log = l
     if url is None or request == "never":
         return folder
     store = open_store(url)
-    with _lock_folder(folder):
+    with lock_folder(folder, by="fetch_run"):
         remote = list_remote(list_files(store))
         _check_run(store, folder)
         if request == "auto":
@@ -117,7 +116,7 @@ def fetch_request(request: str | Path, *, log: Log = log_info) -> str | Path:
         )
     folder = cache_folder("runs", run)
     store = open_store(run)
-    with _lock_folder(folder):
+    with lock_folder(folder, by="fetch_run"):
         path = folder / "checkpoints" / name
         if _is_whole(path):
             return path
@@ -168,12 +167,12 @@ def _fetch_newest(store: Store, directory: Path, remote: list[str], log: Log) ->
 
 
 def _is_whole(path: Path) -> bool:
-    if not path.is_dir():
+    if not (path / MANIFEST).is_file():
         return False
     # Hashing is expensive, and one process of a machine suffices for it.
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return not inspect_files(path)[0]
-    return not _verify_once(path, (path / MANIFEST).stat().st_mtime_ns if path.exists() else 0)
+    return not _verify_once(path, (path / MANIFEST).stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=4)  # a recipe asks three times before its first step
@@ -232,16 +231,3 @@ def _read_id(data: bytes) -> Any:
         return orjson.loads(data)["run"]
     except (orjson.JSONDecodeError, KeyError, TypeError):  # damaged: `get_run_id` replaces it
         return None
-
-
-@contextlib.contextmanager
-def _lock_folder(folder: Path) -> Iterator[None]:
-    """Let one process of a machine, or of all that share the disk, fetch at a time."""
-    with convert_disk_errors(folder, by="fetch_run"):
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / ".fetch", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)

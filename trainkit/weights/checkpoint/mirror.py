@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,32 +78,35 @@ class Mirror:
         self._thread = Thread(target=self._run, name="trainkit-mirror", daemon=True)
         self._thread.start()
 
-    def close(self, patience: float) -> list[str]:
+    def close(self, get_patience: Callable[[], float]) -> list[str]:
         """Copy what is left, for at most some seconds, and return the names of what is missing."""
         if self._thread is None:
             return []
         self._closing.set()
-        self._thread.join(patience)
+        end = time.monotonic() + get_patience()
+        while self._thread.is_alive() and time.monotonic() < end:
+            self._thread.join(0.1)
+            end = min(end, time.monotonic() + get_patience())  # a stop may come meanwhile
         return self.find_missing()
 
     def _run(self) -> None:
         while True:
             is_last = self._closing.is_set()
-            if is_last or self._has_work():
-                try:
+            try:
+                if self._has_work() or is_last:
                     self._copy_all()
                     self._report_recovery()
-                # All else too: a thread that dies silently would leave the run without a mirror.
-                except Exception as error:  # noqa: BLE001
-                    self._report_failure(error)
-                    wait = min(2.0 ** min(self._failures - 1, 10), _LONGEST_WAIT)
-                    if not is_last:
-                        self._closing.wait(wait)  # ends early when the mirror is closed
-                    elif time.monotonic() - self._failing_since > _LONGEST_WAIT:
-                        return  # the run is over: `open_mirror` says what is missing
-                    else:
-                        time.sleep(min(wait, 2.0))
-                    continue
+            # All else too: a thread that dies silently would leave the run without a mirror.
+            except Exception as error:  # noqa: BLE001
+                self._report_failure(error)
+                wait = min(2.0 ** min(self._failures - 1, 10), _LONGEST_WAIT)
+                if not is_last:
+                    self._closing.wait(wait)  # ends early when the mirror is closed
+                elif time.monotonic() - self._failing_since > _LONGEST_WAIT:
+                    return  # the run is over: `open_mirror` says what is missing
+                else:
+                    time.sleep(min(wait, 2.0))
+                continue
             if is_last:
                 return
             self._closing.wait(_LOOK_EVERY)
@@ -117,13 +121,24 @@ class Mirror:
         return [x.name for x in paths if self._mirrored.get(x.name, -1) != _stamp(x)]
 
     def _has_work(self) -> bool:
+        # A roll-back moves the checkpoints of the steps that it takes back, see `clear_directory`.
+        newest = max(map(_order, self._list_local()), default=(-1, 0))
+        left = [name for name in self._mirrored if _order(name) > newest]
+        if any(any(self.folder.glob(f"checkpoints/abandoned-*/{name}")) for name in left):
+            self._sets_aside = True
         # Files that have only grown wait for the next checkpoint.
         return bool(self._find_new()) or self._sets_aside or not self._is_clean
+
+    def _list_local(self) -> list[str]:
+        return [path.name for path in list_checkpoints(self.folder / "checkpoints")]
 
     def _copy_all(self) -> None:
         if not self._is_clean:
             with contextlib.suppress(TrainkitError):  # not every account may list uploads
                 clean_uploads(self.store)
+        if self._sets_aside:
+            self._set_aside(list_remote(list_files(self.store)))
+            self._sets_aside = False
         sizes = list_files(self.store)
         # Lines before the checkpoint of their step: a run that is resumed has all of them.
         for key, path in self._find_changed():
@@ -131,10 +146,6 @@ class Mirror:
             with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
                 put_file(self.store, key, path)
                 self._sent[key] = info.st_size, info.st_mtime_ns
-        if self._sets_aside:
-            local = [path.name for path in list_checkpoints(self.folder / "checkpoints")]
-            self._set_aside(list_remote(sizes), local)
-            self._sets_aside = False
         self._is_clean = True
         # One by one, as a newer one may be saved meanwhile: it is what a new machine needs.
         while new := self._find_new():
@@ -147,17 +158,19 @@ class Mirror:
 
     def _find_changed(self) -> list[tuple[str, Path]]:
         changed = []
-        for path in sorted(self.folder.rglob("*")):
-            parts = path.relative_to(self.folder).parts
-            if any(part in _LOCAL or part.startswith(".") for part in parts):
-                continue
-            with contextlib.suppress(FileNotFoundError):
-                info = path.stat()
-                key = "/".join(parts)
-                is_sent = self._sent.get(key) == (info.st_size, info.st_mtime_ns)
-                if path.is_file() and not path.is_symlink() and not is_sent:
-                    changed.append((key, path))
-        return changed
+        # Folders come and go meanwhile, which `walk` passes over.
+        for folder, folders, files in os.walk(self.folder):
+            folders[:] = [x for x in folders if x not in _LOCAL and not x.startswith(".")]
+            for name in files:
+                path = Path(folder, name)
+                if name in _LOCAL or name.startswith(".") or path.is_symlink():
+                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    info = path.stat()
+                    key = path.relative_to(self.folder).as_posix()
+                    if self._sent.get(key) != (info.st_size, info.st_mtime_ns) and path.is_file():
+                        changed.append((key, path))
+        return sorted(changed)
 
     def _copy_checkpoint(self, name: str, sizes: dict[str, int]) -> None:
         path = self.folder / "checkpoints" / name
@@ -181,18 +194,20 @@ class Mirror:
             put_file(self.store, key + file, path / file)
         put_bytes(self.store, key + MANIFEST, manifest)
         self._mirrored[name] = stamp
+        self._listed.pop(name, None)  # of another branch
         if self.event is not None:
             self.event("mirror", {"checkpoint": name, "seconds": time.monotonic() - began})
 
-    def _set_aside(self, remote: list[str], local: list[str]) -> None:
+    def _set_aside(self, remote: list[str]) -> None:
         """Take the manifest of each checkpoint that is newer than all local ones away."""
-        newest = max((parse_checkpoint_name(name) or (0, 0) for name in local), default=(-1, 0))
+        newest = max(map(_order, self._list_local()), default=(-1, 0))
         for name in remote:
-            if (parse_checkpoint_name(name) or (0, 0)) > newest:
+            if _order(name) > newest:
                 key = f"checkpoints/{name}/"
                 put_bytes(self.store, key + ASIDE, get_bytes(self.store, key + MANIFEST))
                 delete_files(self.store, [key + MANIFEST])
                 self.log(f"set {self.store.url}/{key[:-1]} aside: its manifest is now {ASIDE}")
+        self._mirrored = {x: y for x, y in self._mirrored.items() if _order(x) <= newest}
 
     def _apply_retention(self) -> None:
         policy = self.retention
@@ -201,13 +216,18 @@ class Mirror:
         sizes = list_files(self.store, "checkpoints")
         names = list_remote(sizes)
         directory = self.folder / "checkpoints"
-        pinned = [
+        # Those without a manifest are of a copy or a deletion that was broken off.
+        parts = {key.split("/")[1] for key in sizes if key.count("/") == 2}
+        aside = {key.split("/")[1] for key in sizes if key.endswith(f"/{ASIDE}")}
+        pinned = {
             name
-            for name in names
+            for name in parts
             if f"checkpoints/{name}{PIN}" in sizes or (directory / f"{name}{PIN}").exists()
-        ]
+        }
         listing = [self._read_listed(name, sizes) for name in names]
-        for name in plan_retention(listing, policy, pinned=pinned):
+        broken = parts - {*names, *aside, *pinned, *self._list_local()}
+        doomed = [name for name in sorted(broken) if parse_checkpoint_name(name) is not None]
+        for name in [*plan_retention(listing, policy, pinned=pinned), *doomed]:
             key = f"checkpoints/{name}/"
             others = [other for other in sizes if other.startswith(key)]
             # The manifest first: an interrupted deletion leaves no checkpoint.
@@ -218,7 +238,7 @@ class Mirror:
         """Return what retention needs to know of a checkpoint in the bucket."""
         if name not in self._listed:
             key = f"checkpoints/{name}/"
-            step, _ = parse_checkpoint_name(name) or (0, 0)
+            step, _ = _order(name)
             try:
                 manifest = parse_manifest(Path(key), get_bytes(self.store, key + MANIFEST))
             except CheckpointError:  # of a later version, or damaged: it stays
@@ -240,9 +260,9 @@ class Mirror:
         if self._warned is not None and now - self._warned < _LONGEST_WAIT:
             return
         self._warned = now
-        missing = [x for x in self.find_missing() if parse_checkpoint_name(x)]
+        missing = ", ".join(self._find_new()) or "all files"
         self.log(
-            f"warning: mirror: {self.store.url} does not have {', '.join(missing) or 'all files'} "
+            f"warning: mirror: {self.store.url} does not have {missing} "
             f"yet: {error}; training goes on, and it is tried again"
         )
 
@@ -250,6 +270,10 @@ class Mirror:
         if self._failures:
             self.log(f"mirror: {self.store.url} has everything again")
         self._failures, self._warned = 0, None
+
+
+def _order(name: str) -> tuple[int, int]:
+    return parse_checkpoint_name(name) or (0, 0)
 
 
 def _stamp(path: Path) -> int | None:
@@ -281,7 +305,8 @@ def open_mirror(
         folder: The local run directory.
         store: The folder of the bucket, that of this run alone; None does nothing, as on all ranks
             but one.
-        get_patience: Returns for how many seconds leaving the block may wait for what is missing.
+        get_patience: Returns for how many seconds from now on leaving the block may wait for what
+            is missing; called again while it waits.
         log: Called with warnings, on the thread.
         event: Called with "mirror" and {"checkpoint", "seconds"} of each, on the thread.
 
@@ -303,7 +328,7 @@ def open_mirror(
     try:
         yield mirror
     finally:
-        missing = mirror.close(get_patience())
+        missing = mirror.close(get_patience)
         if missing:
             log(
                 f"warning: mirror: {store.url} does not have {', '.join(missing)}; they are in "
