@@ -657,6 +657,16 @@ def save_by_groups(folder):
         return loaded, state_hash(*run, good), texts, str(path)
 
 
+def list_ranks_of_node():
+    with tk.parallel_session(dp_replicate=3) as ps, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("socket.gethostname", lambda: f"node {ps.world.index % 2}")
+        return find_ranks_of_node(ps.world)
+
+
+def test_ranks_of_a_node_are_those_of_one_host():
+    assert run_ranks(list_ranks_of_node, 3) == [[0, 2], [1], [0, 2]]
+
+
 def test_one_rank_of_a_group_or_a_node_writes_for_all_of_it(tmp_path):
     by_rank = run_ranks(save_by_groups, 3, tmp_path)
     assert [loaded for loaded, *_ in by_rank] == [([0, 0], 0), ([1, 1], 1), ([0, 0], 0)]
