@@ -613,7 +613,7 @@ def save_by_groups(folder):
     state, stages, optimizer, _ = small_run()
     with tk.parallel_session(dp_replicate=3) as ps:
         rank = ps.world.index
-        ranks = [0, 2] if rank != 1 else [1]
+        ranks = [2, 0, 0] if rank != 1 else [1]  # in any order, and a rank may stand twice
         node = find_ranks_of_node(ps.world)
 
         def make(value, n=0):
@@ -655,6 +655,16 @@ def save_by_groups(folder):
         ):
             resume(folder, *again, components=others, log=quiet)
         return loaded, state_hash(*run, good), texts, str(path)
+
+
+def list_ranks_of_node():
+    with tk.parallel_session(dp_replicate=3) as ps, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("socket.gethostname", lambda: f"node {ps.world.index % 2}")
+        return find_ranks_of_node(ps.world)
+
+
+def test_ranks_of_a_node_are_those_of_one_host():
+    assert run_ranks(list_ranks_of_node, 3) == [[0, 2], [1], [0, 2]]
 
 
 def test_one_rank_of_a_group_or_a_node_writes_for_all_of_it(tmp_path):

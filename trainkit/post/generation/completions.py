@@ -115,9 +115,9 @@ def generate(
             `call_together`).
 
     Effects:
-        Runs the model in evaluation mode and restores every module's mode. With a sharded model
-        every rank must call it with the same arguments; it communicates on the axes of the stages.
-        One host sync per token.
+        Runs the model in evaluation mode and restores every module's mode. With a `Stages` every
+        rank must call it, with the same arguments but for `stream`; it communicates on the axes of
+        the stages, and once per token on all ranks. One host sync per token.
 
     Examples:
         >>> from trainkit.models import build_decoder, make_decoder_config
@@ -168,6 +168,7 @@ def generate(
                 )
         return [row.finish() for row in rows]
 
+    # In each token, because one rank may fail alone: the only one that streams, or lacks memory.
     return call_together(generate_rows, call, axis=world, communicates=True)
 
 

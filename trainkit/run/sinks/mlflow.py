@@ -95,8 +95,10 @@ def open_mlflow(
         yield send_once(send, max(step, int(run.data.metrics.get("step", 0))))
         status = "FINISHED"
     finally:
-        flush()
-        client.set_terminated(run_id, status)
+        try:
+            flush()
+        finally:
+            client.set_terminated(run_id, status)
 
 
 def _find_run(library: Any, client: Any, run_dir: Path, project: str) -> Any:

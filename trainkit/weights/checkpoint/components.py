@@ -7,8 +7,8 @@ An average of the weights, a curriculum, a sampler, metrics: anything with `stat
 from __future__ import annotations
 
 import math
-import platform
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -129,7 +129,7 @@ def find_ranks_of_node(world: Axis) -> list[int]:
         >>> find_ranks_of_node(SOLO)
         [0]
     """
-    hosts = all_gather_objects(platform.node(), world)
+    hosts = all_gather_objects(socket.gethostname(), world)
     return [rank for rank, host in enumerate(hosts) if host == hosts[world.index]]
 
 

@@ -55,12 +55,12 @@ def compare_components(
         ):
             errors.append(f"the component {name} was saved as {was}, the run has it as {now}")
         elif component.ranks is not None and (
-            sorted(component.ranks) not in saved[name]["groups"]
+            (group := sorted({*component.ranks})) not in saved[name]["groups"]
             or sum(map(len, saved[name]["groups"])) != ranks
         ):
             errors.append(
                 f"the component {name} was saved by the groups {saved[name]['groups']}, the run "
-                f"has {sorted(component.ranks)} of {ranks} ranks: resume with the same groups"
+                f"has {group} of {ranks} ranks: resume with the same groups"
             )
         elif component.per_rank and len(saved[name]["states"]) != ranks:
             errors.append(

@@ -7,8 +7,8 @@ new pages, which takes longer than filling them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
 
 import attrs
 import numpy as np
@@ -94,8 +94,14 @@ class Snapshot:
     replicas: tuple[TensorFile, ...] = ()
 
 
-TakeSnapshot = Callable[..., Snapshot]
-"""`TakeSnapshot(state, facts, states=None)`; see `make_snapshot_taker`."""
+class TakeSnapshot(Protocol):
+    """See `make_snapshot_taker`."""
+
+    def __call__(
+        self, state: TrainState, facts: Mapping[str, Any], states: ComponentStates | None = None, /
+    ) -> Snapshot:
+        """Copy what this rank writes; `states` are the components', by default the objects' own."""
+        ...
 
 
 def make_snapshot_taker(
