@@ -53,16 +53,16 @@ ROOMS = [*CORE, *chain.from_iterable(WINGS.values()), "__main__"]
 REACHED = {
     # Of the library, where nothing else is said. What is read is tokens of code: lines can be made
     # few by packing more into each.
-    "tokens": 451_423,
+    "tokens": 451_977,
     "tokens of the core": 151_561,
     "tokens a line": 8.557,
-    "calls that unpack keywords": 54,
+    "calls that unpack keywords": 53,
     "calls that unpack keywords in recipes": 0,
     "calls that unpack keywords in tests": 62,
     "pieces of messages": 5,
     "private functions used once": 655,
     "words of the dialect": 25,
-    "lines of code per comment": 12.044,
+    "lines of code per comment": 12.023,
     "public names": 622,
     "longest chain of imports": 14,
     "share of code that refuses": 0.1,

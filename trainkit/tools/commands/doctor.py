@@ -364,11 +364,17 @@ def _describe_attention(device: Any) -> dict[str, str]:
     from trainkit.attention import choose_kernel  # noqa: PLC0415 -- torch
 
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    kinds: dict[str, dict[str, Any]] = {"plain": {}, "window": {"window": 1024}}
-    kinds["softcap"] = {"softcap": 50.0}
+    kinds = {"plain": (None, None), "window": (1024, None), "softcap": (None, 50.0)}
     return {
         kind: str(
-            choose_kernel(("varlen", "sdpa"), device=device, dtype=dtype, head_size=128, **options)
+            choose_kernel(
+                ("varlen", "sdpa"),
+                device=device,
+                dtype=dtype,
+                head_size=128,
+                window=window,
+                softcap=softcap,
+            )
         )
-        for kind, options in kinds.items()
+        for kind, (window, softcap) in kinds.items()
     }
