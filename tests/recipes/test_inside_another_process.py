@@ -9,6 +9,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -207,6 +208,9 @@ def test_a_recipe_leaves_the_process_of_another_as_it_was(twice):
     assert_unchanged(twice.before, twice.after)
 
 
+TOTALS = (
+    "time by phase: |.* tokens, .* in the loss, of .*padding|tokens by corpus: |memory: at most"
+)
 NAMED = ("pretrain", "mixture", "moe", "distill")  # whose corpora have names
 
 
@@ -235,6 +239,10 @@ def test_every_recipe_that_trains_has_what_a_step_costs(twice):
         assert line.get("perplexity") == (
             pytest.approx(math.exp(min(line["loss"], 20.0))) if is_per_token else None
         )
+    for printed in twice.printed:
+        found = [x for x in printed.splitlines() if re.match(f"{TOTALS}", x)]
+        assert len(found) >= (4 if twice.recipe in NAMED else 3)
+        assert max(map(len, found)) <= 80
     assert "mfu" not in first[0]
     # Distillation trains a twin too, a run of its own.
     runs = 2 if twice.recipe == "distill" else 1

@@ -42,6 +42,7 @@ def merge_over_ranks(metric: Metric, state: State, axis: Axis) -> MergedState:
         a copy for each rank. There is no host sync on an accelerator.
 
     Examples:
+        >>> import torch
         >>> from trainkit.metrics import make_weighted_mean
         >>> from trainkit.types import SOLO
         >>> mean = make_weighted_mean()
@@ -70,6 +71,7 @@ def start_merge_over_ranks(metric: Metric, state: State, axis: Axis) -> Callable
         Communicates as `merge_over_ranks`. Ranks start merges in the same order.
 
     Examples:
+        >>> import torch
         >>> from trainkit.metrics import make_sum
         >>> from trainkit.types import SOLO
         >>> total = make_sum()
