@@ -319,7 +319,7 @@ def test_an_open_page_follows_a_run_until_it_ends(chromium, tmp_path):
         expect(page.get_by_role("button", name="Show all")).to_be_visible()
         assert page.evaluate("scrollY") == 500
         write(400, ended=True)
-        expect(page.locator(".pill")).to_have_text("finished")
+        expect(page.locator(".pill")).to_have_text("ended")
         opened_at = page.evaluate("performance.timeOrigin")
         page.wait_for_timeout(4000)
         assert page.evaluate("performance.timeOrigin") == opened_at

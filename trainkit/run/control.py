@@ -25,7 +25,7 @@ import orjson
 
 from trainkit.files import atomic_write, read_limited
 from trainkit.run.peers import describe_beat, read_beat
-from trainkit.run.status import format_age, read_run_status
+from trainkit.run.status import OVER, describe_status, format_age, read_run_status
 from trainkit.types import ConfigError, DiskError, Log, PeerError, TrainkitError, log_warning
 
 REQUESTS: Mapping[str, str] = {
@@ -198,9 +198,9 @@ def _find_process(run_dir: Path) -> str:
     if not run_dir.is_dir():
         end = "is no directory" if run_dir.exists() else "does not exist"
     else:
-        ends = {"ended": "has ended", "stopped": "has stopped", "died": "has died"}
-        end = ends.get(status.state, "cannot be reached")
-        end += "" if status.why is None else f": {status.why}"
+        end = f"cannot be reached: {status.why or 'its lock names no process'}"
+        if status.state in OVER:
+            end = f"has {describe_status(status)}"
     raise ConfigError(
         f"control: the run in {run_dir} {end}",
         where=str(run_dir),
