@@ -280,6 +280,8 @@ def test_a_column_of_layers_holds_the_largest_of_its_steps(tmp_path):
     (found,) = page["layers"]
     assert len(found["x"]) == len(found["stats"]["rms"]) == 240
     assert max(row[1] for row in found["stats"]["rms"]) == 50.0
+    # A column stands at its last step, so that the newest has a place on the page.
+    assert [found["x"][i][0] for i in (0, -1)] == [4, 1000]
     assert "zeros" not in found["stats"]
 
 
