@@ -45,6 +45,7 @@ class TrainkitError(ValueError):
         got: The value that was found.
         want: The value that was expected.
         hint: What to do about it.
+        step: The step that is at fault, where it is not the last one with metrics.
 
     Examples:
         >>> error = ConfigError("pp must be above 0, got 0", hint="leave --pp away")
@@ -65,6 +66,7 @@ class TrainkitError(ValueError):
         got: object = None,
         want: object = None,
         hint: str | None = None,
+        step: int | None = None,
     ) -> None:
         # A traceback of Python shows only this text, so it has the hint as well.
         super().__init__(what if hint is None or hint in what else f"{what}: {hint}")
@@ -73,6 +75,7 @@ class TrainkitError(ValueError):
         self.got = got
         self.want = want
         self.hint = hint
+        self.step = step
 
 
 def format_error(error: BaseException, *, most: int = 8000, hint: bool = True) -> str:

@@ -324,10 +324,23 @@ def write(folder, name, number=0, *, argument=None, run=None):
     ("name", "argument", "message"),
     [
         ("sve", None, "there is no request 'sve'; there are save, stop, abort, evaluate, sample, "),
-        ("save", 3, "save takes no number, got 3"),
-        ("profile", None, "profile takes a number of steps above 0, got None"),
-        ("log-every", 0, "log-every takes a number of steps above 0, got 0"),
-        ("log-every", 1 << 40, "log-every takes a number of steps above 0, got 1099511627776"),
+        ("save", 3, "save takes no number, got 3; write python -m trainkit control RUN save"),
+        *(
+            (
+                name,
+                argument,
+                f"{name} needs a whole number of steps, from 1 to 2147483647, got {given}; write",
+            )
+            for name in ("profile", "log-every")
+            for argument, given in (
+                (None, "no number"),
+                (0, "0"),
+                (-3, "-3"),
+                ("x", "'x'"),
+                (1.5, "'1.5'"),
+                (1 << 40, "1099511627776"),
+            )
+        ),
     ],
 )
 def test_a_request_that_is_none_is_refused_before_anything_is_written(
@@ -549,6 +562,7 @@ def test_what_comes_too_late_is_refused_when_the_run_ends(tmp_path):
         {"name": "rm"},
         {"name": ["save"]},
         {"argument": 2.5, "name": "log-every"},
+        {"argument": True, "name": "log-every"},
         {"argument": 10**30, "name": "log-every"},
         {"by": "\x1b[31mann"},
         {"id": "../../x"},

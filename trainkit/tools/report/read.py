@@ -39,7 +39,9 @@ class RunFiles:
     events: list[Line] = attrs.field(factory=list)
     layers: list[Line] = attrs.field(factory=list)
     config: Mapping[str, Any] = attrs.field(factory=dict)
-    status: RunStatus | None = None
+    status: RunStatus = attrs.Factory(
+        lambda run: RunStatus(path=run.path, state="unknown"), takes_self=True
+    )
     notes: list[str] = attrs.field(factory=list)
 
 
