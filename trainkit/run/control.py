@@ -193,7 +193,12 @@ def _find_process(run_dir: Path) -> str:
     if not run_dir.is_dir():
         end = "is no directory" if run_dir.exists() else "does not exist"
     else:
-        ends = {"ended": "has ended", "stopped": "has stopped", "died": "has died"}
+        ends = {
+            "ended": "has ended",
+            "stopped": "has stopped",
+            "died": "has died",
+            "refused": "was refused at its start",
+        }
         end = ends.get(status.state, "cannot be reached")
         end += "" if status.why is None else f": {status.why}"
     raise ConfigError(

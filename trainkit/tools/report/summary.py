@@ -27,6 +27,7 @@ _STATES = {
     "ended": "finished",
     "stopped": "stopped",
     "died": "failed",
+    "refused": "failed",
     "stale": "silent",
 }
 _RECENT = 100  # lines whose median is shown
