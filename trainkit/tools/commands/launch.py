@@ -2,9 +2,10 @@
 
   python -m trainkit launch --nproc-per-node 8 train.py --out runs/one
 
-It takes the arguments of torchrun, written out in full, and starts the same agent. torchrun ends with 1 whatever the code
-of its workers was; this ends with theirs, so that a scheduler sees 75 (saved: start me again), 76
-(the same, but not saved), 64 (refused), or 128 + the number of the signal that killed a worker.
+It takes the arguments of torchrun, written out in full, and starts the same agent. torchrun ends
+with 1 whatever the code of its workers was; this ends with theirs, so that a scheduler sees 75
+(saved: start me again), 76 (the same, but not saved), 64 (refused), or 128 + the number of the
+signal that killed a worker.
 
 Where workers differ, the one that failed first counts. Among those that failed within the same
 second an error counts before what it did to others: 75 and 76 (stopped), 68 (a peer was lost), and
