@@ -200,7 +200,8 @@ def _find_process(run_dir: Path) -> str:
     else:
         end = f"cannot be reached: {status.why or 'its lock names no process'}"
         if status.state in OVER:
-            end = f"has {describe_status(status)}"
+            verb = "was" if status.state == "refused" else "has"
+            end = f"{verb} {describe_status(status)}"
     raise ConfigError(
         f"control: the run in {run_dir} {end}",
         where=str(run_dir),
