@@ -1010,8 +1010,7 @@ class Loop:
             with measure_phase("save"):
                 self._save(state, self._get_score(state.step))
         # A save has interrupted the steps anyway.
-        with measure_phase("garbage"):
-            self._collect(idle=is_saved)
+        self._collect(idle=is_saved)
         self._last_step = state.step
         self._intervals.advance(state, vote.clock)
         self._instruments.begin_step(state.step + 1)
