@@ -95,17 +95,18 @@ def check_request(name: str, argument: object) -> None:
             got=name,
             want=list(REQUESTS),
         )
-    command = f"python -m trainkit control RUN {name}"
     if name not in _WITH_COUNT and argument is not None:
         raise ConfigError(
-            f"control: {name} takes no number, got {argument!r}; write {command}", where="argument"
+            f"control: {name} takes no number, got {argument!r}; write python -m trainkit control "
+            f"RUN {name}",
+            where="argument",
         )
     is_count = type(argument) is int and 0 < argument < _MAX_COUNT
     if name in _WITH_COUNT and not is_count:
-        given = "no number" if argument is None else repr(argument)
         raise ConfigError(
             f"control: {name} needs a whole number of steps, from 1 to {_MAX_COUNT - 1}, got "
-            f"{given}; write {command} 3",
+            f"{'no number' if argument is None else repr(argument)}; write python -m trainkit "
+            f"control RUN {name} 3",
             where="argument",
             got=argument,
         )

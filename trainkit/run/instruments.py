@@ -96,17 +96,14 @@ class Instruments:
         """Profile some steps after a step, and say so: the handler of the request "profile".
 
         Raises:
-            ConfigError: Other steps are profiled first.
+            ConfigError: There is another profile first.
         """
         assert steps is not None  # `check_request` has seen to it
         planned = self._steps
         if planned is not None and (self._is_profiling or planned.first > step):
-            raise ConfigError(f"steps {planned.first} to {planned.last} are profiled first")
+            raise ConfigError(f"the profile of {planned} comes first")
         self._steps = ProfileSteps(step + 1, step + steps)
-        return (
-            f"steps {step + 1} to {step + steps} are profiled; traces will be in "
-            f"{self._get_profile_dir(step + 1)}"
-        )
+        return f"the profile of {self._steps} will be in {self._get_profile_dir(step + 1)}"
 
     def close(self) -> None:
         """Write the profile that is under way, if there is one, and remove the hooks."""
@@ -131,7 +128,7 @@ class Instruments:
             )
             yield
             last = max(first, self.step - 1)  # earlier than requested, if the run ends
-            what = f"profile of step{f' {first}' if first == last else f's {first} to {last}'}"
+            what = f"profile of {ProfileSteps(first, last)}"
             is_written = self._write(what, stack.close)
         for summary in found:
             self.log(f"{what}: {summary}")
@@ -240,40 +237,32 @@ def open_instruments(
 
 @contextlib.contextmanager
 def _write_layers(
-    instruments: Instruments, optimizer: torch.optim.Optimizer, last_step: int, log: Log
+    instruments: Instruments, optimizer: torch.optim.Optimizer, last_step: int, warn: Log
 ) -> Iterator[FinishStep]:
     """Write statistics by layer of the steps that are due, on the first rank."""
     world = instruments.stages.world
     with contextlib.ExitStack() as stack:
-        append: WriteEvent = lambda *_, **__: None  # noqa: E731 (on other ranks)
+        append: WriteEvent | None = None
         if world.index == 0:
-            path = instruments.run_dir / "layers.jsonl"
             try:
-                append = stack.enter_context(open_events(path, log=log))
+                append = stack.enter_context(
+                    open_events(instruments.run_dir / "layers.jsonl", log=warn)
+                )
             except DiskError as error:
-                log(f"the statistics by layer are not written; {error}")
+                warn(f"the statistics by layer are not written; {error}")
 
         def write(kind: str, found: LayerStatistics) -> None:
-            append(
-                "layers",
-                step=instruments.step,
-                kind=kind,
-                names=found.names,
-                rms=found.rms,
-                largest=found.largest,
-                zeros=found.zeros,
-                nonfinite=found.nonfinite,
-            )
+            if append is not None:
+                facts = attrs.asdict(found, recurse=False)
+                append("layers", step=instruments.step, kind=kind, **facts)
 
-        finish = stack.enter_context(
+        every = instruments.options.layers_every
+        yield stack.enter_context(
             watch_layers(
                 instruments.stages,
                 optimizer,
-                is_due=lambda: is_due(
-                    instruments.step, instruments.options.layers_every, last=last_step
-                ),
+                is_due=lambda: is_due(instruments.step, every, last=last_step),
                 write=write,
                 axis=world,
             )
         )
-        yield finish
