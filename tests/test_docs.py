@@ -26,9 +26,8 @@ DOCS = ROOT / "docs"
 PAGES = sorted(p for p in DOCS.rglob("*.md") if "_build" not in p.parts)
 WRITTEN = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")), *PAGES]
 FIRST_LINES = """\
-pip install -e ".[recipes]" && python recipes/pretrain.py        # trains, now, on the source \
-files of Python itself
-pip install -e ".[test]" && pytest                               # the tests
+pip install -e ".[recipes]" && python recipes/pretrain.py  # trains, on Python's own source
+pip install -e ".[test]" && pytest                         # the tests
 """
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -191,13 +190,12 @@ def test_the_readme_is_read_in_a_few_minutes():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 
-@pytest.mark.parametrize(
-    "name", ["certificate.png", "certificate-dark.png", "certificate-reported.png"]
-)
-def test_the_picture_of_the_certificate_has_the_numbers_of_its_page(name):
+@pytest.mark.parametrize("dark", ["", "-dark"])
+@pytest.mark.parametrize("picture", ["certificate", "certificate-reported"])
+def test_the_picture_of_the_certificate_has_the_numbers_of_its_page(picture, dark):
     script = load_script(DOCS / "pictures" / "certificate.py")
-    with Image.open(DOCS / "pictures" / name) as picture:
-        assert picture.info["Description"] == script.hash_numbers(*script.read_numbers())
+    with Image.open(DOCS / "pictures" / f"{picture}{dark}.png") as image:
+        assert image.info["Description"] == script.hash_numbers(*script.read_numbers())
 
 
 @pytest.mark.parametrize("path", [*WRITTEN, ROOT / "CHANGELOG.md"], ids=name_of)
