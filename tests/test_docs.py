@@ -203,6 +203,21 @@ def test_nobody_is_told_to_install_another_project(path):
     assert not re.search(r"pip install\s+[\"']?trainkit(?!-lm)", path.read_text())
 
 
+CODE = sorted([*(ROOT / "trainkit").rglob("*.py"), *(ROOT / "recipes").glob("*.py")])
+
+
+def test_help_docstrings_and_hints_name_pages_and_recipes_but_no_path_of_a_checkout():
+    """Who has the wheel has neither docs/ nor recipes/; the site has the pages by their titles."""
+    titles = re.findall(r"^- \[([^\]]+)\]", (DOCS / "index.md").read_text(), re.MULTILINE)
+    found = []
+    for path in CODE:
+        text = path.read_text()
+        found += [f"{name_of(path)}: {x}" for x in re.findall(r"\b(?:docs|recipes)/\w+", text)]
+        named = re.findall(r'\bpage\s+"([^"]+)"', text)
+        found += [f"{name_of(path)}: no page {x!r}" for x in named if x not in titles]
+    assert found == []
+
+
 # ------------------------------------------------------------------------------------ links
 
 
@@ -336,6 +351,30 @@ def test_what_the_generator_complains_of_is_an_error(site, tmp_path, monkeypatch
     assert site.run_zensical([]) == ["griffe: a.py:1: No type"]
 
 
+@pytest.mark.parametrize("has_addresses", [False, True])
+def test_the_site_has_a_map_and_a_link_to_the_repository_where_their_addresses_are_known(
+    site, tmp_path, monkeypatch, has_addresses
+):
+    monkeypatch.setattr(site, "BUILD", tmp_path)
+    monkeypatch.setattr(site, "ROOT", tmp_path)
+    urls = '[project.urls]\nDocumentation = "https://a.org/"\nRepository = "https://b.org/c"\n'
+    (tmp_path / "pyproject.toml").write_text(f"[project]\n{urls if has_addresses else ''}")
+
+    def build(*_, **__):
+        (tmp_path / "site").mkdir()
+        for name in ("index.html", "sitemap.xml", "sitemap.xml.gz"):
+            (tmp_path / "site" / name).touch()
+        return mock.Mock(stdout="", returncode=0)
+
+    monkeypatch.setattr(site.subprocess, "run", build)
+    assert site.run_zensical([]) == []
+    config = (tmp_path / "zensical.toml").read_text()
+    assert ('site_url = "https://a.org/"' in config) is has_addresses
+    assert ('repo_url = "https://b.org/c"' in config) is has_addresses
+    assert (tmp_path / "site" / "sitemap.xml").exists() is has_addresses
+    assert (tmp_path / "site" / "sitemap.xml.gz").exists() is has_addresses
+
+
 def test_without_the_generator_the_reason_is_printed(site, monkeypatch, capsys):
     monkeypatch.setattr(site.importlib.util, "find_spec", lambda _: None)
     assert site.main() == 1
@@ -356,8 +395,8 @@ def test_any_problem_is_printed_and_fails_the_build(site, monkeypatch, capsys, p
     assert capsys.readouterr().out == f"wrong: {place}\n"
 
 
-def test_the_reference_has_every_name_of_tk_and_of_every_table(reference, rooms):
-    assert reference.find_undocumented(rooms) == []
+def test_the_reference_has_every_name_of_tk_and_of_every_table(site, reference, rooms):
+    assert site.find_undocumented(rooms) == []
     modules = {room.split(".")[-1] for room in rooms}
     listed = modules | set(rooms["trainkit"][1]) | {"text", "weights", "post", "tools"}
     assert set(trainkit.__all__) <= listed
@@ -366,11 +405,15 @@ def test_the_reference_has_every_name_of_tk_and_of_every_table(reference, rooms)
     assert "[`tk.zigzag_shard`](batch.md#trainkit.batch.shards.zigzag_shard)" in pages["index.md"]
 
 
-def test_a_public_name_without_a_docstring_is_found(reference, tmp_path):
+def test_the_reference_is_a_plug_in_of_under_100_lines():
+    assert len((DOCS / "site" / "reference.py").read_text().splitlines()) < 100
+
+
+def test_a_public_name_without_a_docstring_is_found(site, reference, tmp_path):
     (tmp_path / "trainkit").mkdir()
     (tmp_path / "trainkit" / "__init__.py").write_text("from trainkit.a import f\n")
     (tmp_path / "trainkit" / "a.py").write_text("def f():\n    pass\n")
-    found = reference.find_undocumented(reference.read_rooms(reference.load(tmp_path)))
+    found = site.find_undocumented(reference.read_rooms(reference.load(tmp_path)))
     assert found == ["trainkit.f has no docstring"]
 
 

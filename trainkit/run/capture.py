@@ -6,7 +6,7 @@
     found = join_captured(folder)                            # in any process, later
 
 Two runs of different layouts give the same joined tensors, so that the first module whose output
-differs can be found: docs/howto/my-loss-differs.md.
+differs can be found: see the page "My loss differs from one rank".
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ def _make_silence_error(
         f"control: no rank carried out {request.name} within {patience:g} s; it was taken back. "
         f"{describe_last_signs(run_dir)}",
         where=str(run_dir),
-        hint="docs/howto/when-a-rank-dies-or-hangs.md",
+        hint='see the page "When a rank dies or hangs" of the documentation',
     )
 
 

@@ -65,7 +65,7 @@ class LoggingOptions:
 
     log_every: int | None = attrs.field(default=None, validator=attrs.validators.optional(positive))
     """Read the metrics of this many steps at once, a line each; by default 1 on a CPU, else 10.
-    Bad steps are detected later: docs/howto/when-numbers-go-bad.md."""
+    Bad steps are detected later: see the page "When numbers go bad"."""
 
     sinks: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio", "ray"], ...] = ()
     """Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, trackio, ray."""
@@ -90,7 +90,7 @@ class LoggingOptions:
 
     capture: str | None = None
     """Write what these modules return in one step, and its gradients, to captures: a pattern of
-    names, as 'layers.*.mlp'. docs/howto/my-loss-differs.md compares two runs with it."""
+    names, as 'layers.*.mlp'. The page "My loss differs from one rank" compares two runs with it."""
 
     capture_at: int = attrs.field(default=1, validator=positive)
     """The step of --capture."""

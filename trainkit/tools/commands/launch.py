@@ -1,6 +1,6 @@
 """`python -m trainkit launch ...`: torchrun, but it ends with the exit code of its workers.
 
-  python -m trainkit launch --nproc-per-node 8 recipes/pretrain.py --out runs/one
+  python -m trainkit launch --nproc-per-node 8 train.py --out runs/one
 
 It takes the arguments of torchrun and starts the same agent. torchrun ends with 1 whatever the code
 of its workers was; this ends with theirs, so that a scheduler sees 75 (saved: start me again), 76
