@@ -218,6 +218,29 @@ def test_help_docstrings_and_hints_name_pages_and_recipes_but_no_path_of_a_check
     assert found == []
 
 
+def test_the_gallery_shows_every_picture():
+    files = {path.name for path in (DOCS / "pictures").iterdir() if path.suffix in (".png", ".svg")}
+    shown = re.findall(r"!\[[^]]*\]\(pictures/([^)#]+)", (DOCS / "gallery.md").read_text())
+    assert set(shown) == files
+    assert len(shown) == len(files)
+
+
+def test_the_gallery_has_every_function_and_command_that_draws():
+    gallery = (DOCS / "gallery.md").read_text()
+    texts = {path: path.read_text() for path in (ROOT / "trainkit").rglob("*.py")}
+    written = "\n".join(text for path, text in texts.items() if path.stem != "drawing")
+    functions = set(re.findall(r'save_picture\(\s*"(\w+)"', written))
+    assert functions == set(re.findall(r"^def (plot_\w+)", written, re.MULTILINE))
+    commands = {path.stem for path, text in texts.items() if draws_as_a_command(path, text)}
+    assert commands == {"pack", "report"}
+    calls = functions | {f"python -m trainkit {command}" for command in commands}
+    assert {call for call in calls if not re.search(rf"\b{call}\b", gallery)} == set()
+
+
+def draws_as_a_command(path, text):
+    return path.parent.name == "commands" and re.search(r"import .*(\bplot_|write_report)", text)
+
+
 # ------------------------------------------------------------------------------------ links
 
 
