@@ -238,7 +238,19 @@ def test_a_model_that_is_compiled_as_a_whole_keeps_what_was_compiled(wrapped):
         finish([])
 
 
-def test_the_zeros_and_nan_of_blocks_are_counted_and_padding_is_not():
+DOCUMENT_IDS = torch.tensor([[0, 0, -1]])
+
+
+@pytest.mark.parametrize(
+    ("batch", "rms", "nonfinite"),
+    [
+        ({"document_ids": DOCUMENT_IDS, "token_index": torch.arange(3)[None]}, 25 / 3, 1 / 4),
+        ({"token_index": torch.tensor([[5, 6, -1]])}, 25 / 3, 1 / 4),
+        ({"input_ids": torch.ones(1, 3)}, (25 + 2 * 81) / 5, 1 / 6),  # nothing says what is padding
+    ],
+    ids=["document_ids", "token_index", "neither"],
+)
+def test_the_zeros_and_nan_of_blocks_are_counted_and_padding_is_not(batch, rms, nonfinite):
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.ReLU()])})
     model.forward = lambda x: model["layers"][0](x)  # noqa: PLW0108 (a module: it has hooks)
     x = torch.tensor([[[3.0, -1.0], [torch.nan, 4.0], [9.0, 9.0]]])
@@ -251,13 +263,14 @@ def test_the_zeros_and_nan_of_blocks_are_counted_and_padding_is_not():
     ) as finish:
         model(x)
         model["layers"][0](2 * x)  # in no pass of the model, as a block that is recomputed
-        finish([{"document_ids": torch.tensor([[0, 0, -1]])}])
+        finish([batch])
     assert not model["layers"][0]._forward_hooks
     assert list(found) == ["activation"]
     found = found["activation"]
-    assert (found.names, found.largest) == (["layers.0"], [4.0])
-    assert found.rms == pytest.approx([(25 / 3) ** 0.5])
-    assert (found.zeros, found.nonfinite) == ([0.25], [0.25])
+    assert found.names == ["layers.0"]
+    assert found.largest == [9.0 if "input_ids" in batch else 4.0]
+    assert found.rms == pytest.approx([rms**0.5])
+    assert found.zeros == found.nonfinite == [pytest.approx(nonfinite)]
 
 
 # ------------------------------------------------------------------------------------- every tensor

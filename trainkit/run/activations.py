@@ -91,8 +91,9 @@ class Activations:
         """Return the sums of each block over this rank's tokens, fp64 `[5]`, without padding.
 
         Args:
-            microbatches: This rank's microbatches of the step; each needs "document_ids". If a
-                stage was called more often, as by a step that is taken again, the last calls count.
+            microbatches: This rank's microbatches of the step. Padding is where "document_ids",
+                or else "token_index", is below 0; without either all tokens count. If a stage was
+                called more often, as by a step that is taken again, the last calls count.
         """
         found: dict[str, list[Tensor]] = {}
         for passes in self._passes.values():
@@ -103,7 +104,10 @@ class Activations:
         return {name: merge_sums(torch.stack(parts)) for name, parts in found.items()}
 
     def _sum_tokens(self, sums: Tensor, batch: Mapping[str, Any]) -> Tensor:
-        found = find_rows(sums, batch["document_ids"].to(sums.device), self.tp)
+        index = batch.get("document_ids", batch.get("token_index"))
+        if index is None:
+            return merge_sums(sums.reshape(-1, 5))
+        found = find_rows(sums, index.to(sums.device), self.tp)
         if found is None:
             return sums.new_zeros(5)
         # Where ranks of tp hold equal rows, every token counts equally often.

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from trainkit.files import atomic_write
+from trainkit.files import atomic_write, convert_disk_errors
 from trainkit.parallel.grad_reduction import get_local
 from trainkit.parallel.name_patterns import match_names
 from trainkit.parallel.parameters import name_modules
@@ -264,8 +264,6 @@ def write_capture(
         ...     write_capture(captured, folder, [{"token_index": torch.tensor([[0, 1]])}]).name
         'rank_00000.safetensors'
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = dict(captured.tensors)
     counts = {*captured.calls.values()}
     problem = None
@@ -285,9 +283,11 @@ def write_capture(
         # A safetensors file has an order of its own.
         "order": [[key, captured.stages[_split_key(key)[0]]] for key in captured.tensors],
     }
-    path = folder / f"rank_{captured.world.index:05d}.safetensors"
-    with atomic_write(path, by="write_capture") as file:
-        file.write(save(tensors, {"format": _FORMAT, "facts": json.dumps(facts)}))
+    path = Path(folder) / f"rank_{captured.world.index:05d}.safetensors"
+    with convert_disk_errors(path, by="write_capture"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path, by="write_capture") as file:
+            file.write(save(tensors, {"format": _FORMAT, "facts": json.dumps(facts)}))
     return path
 
 
