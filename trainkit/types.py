@@ -1159,6 +1159,35 @@ class Attend(Protocol):
     ) -> Tensor: ...
 
 
+class GatedDelta(Protocol):
+    """The gated delta rule inside each span, `[B,S,H,E]`.
+
+    q and k are `[B,S,K,D]` and v is `[B,S,H,E]`, where K divides H; `log_decay` and `beta` are
+    `[B,S,H]`. The result depends on `chunk` only by its rounding.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        log_decay: Tensor,
+        beta: Tensor,
+        spans: Spans,
+        scale: float | None = None,
+        chunk: int = 64,
+    ) -> Tensor: ...
+
+
+class CausalConv(Protocol):
+    """The causal convolution of each channel of x `[B,S,C]` with weight `[C,W]`, inside spans."""
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, *, spans: Spans, bias: Tensor | None = None
+    ) -> Tensor: ...
+
+
 Denominator: TypeAlias = "Tensor | Mapping[str, Tensor]"
 """The denominator of a step's sums: one 0-d tensor, or one for each term of the loss."""
 

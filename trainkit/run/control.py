@@ -200,7 +200,7 @@ def _find_process(run_dir: Path) -> str:
         end = "is no directory" if run_dir.exists() else "does not exist"
     else:
         end = (
-            f"has {describe_status(status)}"
+            f"{'was' if status.state == 'refused' else 'has'} {describe_status(status)}"
             if status.state in OVER
             else f"cannot be reached: {status.why or 'its lock names no process'}"
         )

@@ -83,7 +83,8 @@ class Sighting:
 class Failure:
     """Why the run ends: `what` continues "rank 3 ..."; `detail` describes the other ranks.
 
-    `code` is the exit code of the other ranks; `hint` replaces the usual one.
+    `code` is the exit code of the other ranks; `hint` replaces the usual one. `refused` is whether
+    the start was refused: its input was wrong, and no step was taken.
     """
 
     session: str
@@ -92,6 +93,7 @@ class Failure:
     detail: str = ""
     code: int = PeerError.code
     hint: str = ""
+    refused: bool = False
 
 
 # ------------------------------------------------------------------------------------ processes

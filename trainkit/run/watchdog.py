@@ -44,7 +44,9 @@ from trainkit.run.errors import (
 from trainkit.run.stacks import describe_stack, is_in_collective, read_stack
 from trainkit.types import (
     Axis,
+    CheckpointError,
     ConfigError,
+    DataError,
     DiskError,
     Log,
     PeerError,
@@ -64,6 +66,7 @@ class Announce(Protocol):
 
 _TICK = 0.2  # seconds between two samples of the main thread
 _PER_BEAT = 5  # ticks between two beats
+_REFUSED = {ConfigError.code, DataError.code, CheckpointError.code}
 _CAUSE_GRACE = 5.0  # seconds the main thread has to notice that a peer has failed, and to end
 _ECHO_GRACE = 5.0  # seconds in which the cause of a broken connection may still become known
 # In a stack: the main thread has noticed that a peer failed, and saves.
@@ -742,7 +745,9 @@ def _report_own(rank: _Watch, error: BaseException) -> BaseException:
         if len(team.members) == 1:
             return error
         failed = f"left with exit code {error.code or 0} in phase {name!r}, before the end"
-    peers.write_failure(team.folder, peers.Failure(team.session, team.own.rank, failed))
+    refused = name == START and get_exit_code(error) in _REFUSED
+    failure = peers.Failure(team.session, team.own.rank, failed, refused=refused)
+    peers.write_failure(team.folder, failure)
     # With an exit code of 0 the launcher would take the run for finished.
     if isinstance(error, SystemExit) and not error.code:
         return RuntimeError(f"watch: rank {team.own.rank} {failed}")
