@@ -30,6 +30,9 @@ State = Literal["running", "ended", "stopped", "died", "refused", "stale", "unkn
 it failed or was killed; refused: it has never started; stale: it neither ended nor shows a sign of
 life; unknown: its files cannot be read."""
 
+OVER: frozenset[State] = frozenset({"ended", "stopped", "died", "refused"})
+"""The states of a run in which no process trains any more."""
+
 _SIGNS = ("lock", "metrics.jsonl", "events.jsonl", "run.json", "config.toml", "final.json", "ranks")
 _KILLED = 'it was killed: it has left no event "end"'
 _DEPTH = 3  # folders below the one that is listed
@@ -153,6 +156,16 @@ def read_run_status(run_dir: str | Path) -> RunStatus:
         layout=layout,
         why="; ".join(text for text in (why, problem) if text) or None,
     )
+
+
+def describe_status(status: RunStatus) -> str:
+    """Return the state of a run, and why it has it.
+
+    Examples:
+        >>> describe_status(RunStatus(path=Path("runs/a"), state="died", why="DataError"))
+        'died: DataError'
+    """
+    return status.state if status.why is None else f"{status.state}: {status.why}"
 
 
 def _judge_end(run_dir: Path, events: list[dict[str, Any]]) -> tuple[State, str | None]:

@@ -18,7 +18,6 @@ import faulthandler
 import io
 import os
 import secrets
-import statistics
 import sys
 import threading
 import time
@@ -499,7 +498,7 @@ def _warn_of_stragglers(rank: _Watch) -> None:
     busy = {number: x.busy for number, x in beats.items() if x is not None and x.busy >= 0}
     phases = {x.phase.rstrip("0123456789") for x in beats.values() if x is not None}
     # A rank that prunes checkpoints while the others step is no straggler.
-    found = peers.find_stragglers(busy) if len(phases) == 1 else []
+    found = peers.find_stragglers(busy) if len(phases) == 1 else {}
     for number in beats:
         looks = rank.others.slow.get(number, 0) + 1 if number in found else 0
         rank.others.slow[number] = looks
@@ -509,8 +508,8 @@ def _warn_of_stragglers(rank: _Watch) -> None:
                 f"others, which spend up to {1 - min(busy.values()):.0%} of their time waiting; "
                 f"it is {peers.describe_beat(beats[number])}"
             )
-            others = statistics.median_high(busy[x] for x in busy if x != number)
-            rank.options.report_straggler(peers.Straggler(number, busy[number], others, what))
+            straggler = peers.Straggler(number, busy[number], found[number], what)
+            rank.options.report_straggler(straggler)
 
 
 def _check_directory(rank: _Watch) -> None:

@@ -140,7 +140,7 @@ def test_a_first_start_that_is_refused_is_listed_as_such(tmp_path):
     found = read_run_status(run)
     assert found.state == "refused"
     assert found.why == "DataError: nowhere.jsonl: No such file"
-    with pytest.raises(ConfigError, match=r"was refused at its start: DataError: nowhere\.jsonl"):
+    with pytest.raises(ConfigError, match=r"was refused: DataError: nowhere\.jsonl"):
         control_run(run, "save")
 
 
