@@ -18,11 +18,12 @@ from torch.autograd import DeviceType
 
 from trainkit.phases import measure_phase, record_phases
 from trainkit.run import Timeouts, open_run
+from trainkit.run.instruments import Instruments
 from trainkit.run.log import fold_lines
 from trainkit.run.profiling import measure_covered, profile, summarize_profile
 from trainkit.run.sinks import LoggingOptions, read_jsonl
 from trainkit.tools.testing import run_ranks
-from trainkit.types import ConfigError, Cursor, DiskError, StepBatch
+from trainkit.types import SOLO, ConfigError, Cursor, DiskError, StepBatch
 
 TIMEOUTS = Timeouts(start_timeout=60.0)
 
@@ -206,6 +207,30 @@ def test_a_run_goes_on_without_what_it_cannot_write(tmp_path, capsys):
     assert "profile of steps 2 to 3: " in shown.out
     assert "a trace of each rank" not in shown.out
     assert not events(tmp_path, "capture")
+
+
+def test_an_error_ends_the_run_also_where_its_profile_cannot_be_written(
+    tmp_path, monkeypatch, capsys
+):
+    asked = []
+
+    def fail(instruments, _):
+        if instruments.step == 2:
+            raise KeyError("the error")
+
+    def gather(value, axis):
+        asked.append(axis)
+        return [value]
+
+    monkeypatch.setattr(Instruments, "end_step", fail)
+    monkeypatch.setattr("trainkit.run.instruments.all_gather_objects", gather)
+    (tmp_path / "profiles").write_text("a file where the folder would be")
+    with pytest.raises(KeyError, match="the error"):
+        run_steps(tmp_path, 3, asked="1:9")
+    assert asked == [SOLO]  # not with other ranks, which may be gone
+    assert "warning: profile of step 1: 1 of 1 ranks could not write it" in capsys.readouterr().err
+    [event] = events(tmp_path, "profile")
+    assert (event["first"], event["step"]) == (1, 1)
 
 
 def test_a_trace_for_which_the_temporary_folder_has_no_room_is_not_written(tmp_path, monkeypatch):

@@ -199,10 +199,11 @@ def _find_process(run_dir: Path) -> str:
     if not run_dir.is_dir():
         end = "is no directory" if run_dir.exists() else "does not exist"
     else:
-        end = f"cannot be reached: {status.why or 'its lock names no process'}"
-        if status.state in OVER:
-            verb = "was" if status.state == "refused" else "has"
-            end = f"{verb} {describe_status(status)}"
+        end = (
+            f"{'was' if status.state == 'refused' else 'has'} {describe_status(status)}"
+            if status.state in OVER
+            else f"cannot be reached: {status.why or 'its lock names no process'}"
+        )
     raise ConfigError(
         f"control: the run in {run_dir} {end}",
         where=str(run_dir),

@@ -115,6 +115,7 @@ def test_a_phase_that_a_line_lacks_took_no_time_and_other_values_are_gaps(tmp_pa
         ("ended", None),
         ("stopped", "SIGTERM on rank 0"),
         ("died", "NumericsError"),
+        ("refused", "rank 0 failed: ConfigError"),
         ("stale", "no sign of life for 3 min"),
         ("unknown", "it has no events"),
     ],
