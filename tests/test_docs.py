@@ -26,9 +26,8 @@ DOCS = ROOT / "docs"
 PAGES = sorted(p for p in DOCS.rglob("*.md") if "_build" not in p.parts)
 WRITTEN = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")), *PAGES]
 FIRST_LINES = """\
-pip install -e ".[recipes]" && python recipes/pretrain.py        # trains, now, on the source \
-files of Python itself
-pip install -e ".[test]" && pytest                               # the tests
+pip install -e ".[recipes]" && python recipes/pretrain.py  # trains, on Python's own source
+pip install -e ".[test]" && pytest                         # the tests
 """
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -191,13 +190,12 @@ def test_the_readme_is_read_in_a_few_minutes():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 
-@pytest.mark.parametrize(
-    "name", ["certificate.png", "certificate-dark.png", "certificate-reported.png"]
-)
-def test_the_picture_of_the_certificate_has_the_numbers_of_its_page(name):
+@pytest.mark.parametrize("dark", ["", "-dark"])
+@pytest.mark.parametrize("picture", ["certificate", "certificate-reported"])
+def test_the_picture_of_the_certificate_has_the_numbers_of_its_page(picture, dark):
     script = load_script(DOCS / "pictures" / "certificate.py")
-    with Image.open(DOCS / "pictures" / name) as picture:
-        assert picture.info["Description"] == script.hash_numbers(*script.read_numbers())
+    with Image.open(DOCS / "pictures" / f"{picture}{dark}.png") as image:
+        assert image.info["Description"] == script.hash_numbers(*script.read_numbers())
 
 
 @pytest.mark.parametrize("path", [*WRITTEN, ROOT / "CHANGELOG.md"], ids=name_of)
@@ -218,6 +216,29 @@ def test_help_docstrings_and_hints_name_pages_and_recipes_but_no_path_of_a_check
         named = re.findall(r'\bpage\s+"([^"]+)"', text)
         found += [f"{name_of(path)}: no page {x!r}" for x in named if x not in titles]
     assert found == []
+
+
+def test_the_gallery_shows_every_picture():
+    files = {path.name for path in (DOCS / "pictures").iterdir() if path.suffix in (".png", ".svg")}
+    shown = re.findall(r"!\[[^]]*\]\(pictures/([^)#]+)", (DOCS / "gallery.md").read_text())
+    assert set(shown) == files
+    assert len(shown) == len(files)
+
+
+def test_the_gallery_has_every_function_and_command_that_draws():
+    gallery = (DOCS / "gallery.md").read_text()
+    texts = {path: path.read_text() for path in (ROOT / "trainkit").rglob("*.py")}
+    written = "\n".join(text for path, text in texts.items() if path.stem != "drawing")
+    functions = set(re.findall(r'save_picture\(\s*"(\w+)"', written))
+    assert functions == set(re.findall(r"^def (plot_\w+)", written, re.MULTILINE))
+    commands = {path.stem for path, text in texts.items() if draws_as_a_command(path, text)}
+    assert commands == {"pack", "report"}
+    calls = functions | {f"python -m trainkit {command}" for command in commands}
+    assert {call for call in calls if not re.search(rf"\b{call}\b", gallery)} == set()
+
+
+def draws_as_a_command(path, text):
+    return path.parent.name == "commands" and re.search(r"import .*(\bplot_|write_report)", text)
 
 
 # ------------------------------------------------------------------------------------ links

@@ -57,16 +57,16 @@ def test_reduce_metrics_on_one_rank_is_the_identity_and_a_new_dict():
 def test_reduce_metrics_makes_one_packed_sum_in_sorted_order(monkeypatch):
     calls = []
 
-    def start_all_reduce(x, axis, *, op):
-        calls.append((x.clone(), axis.count, op))
+    def start_all_sum(x, axis):
+        calls.append((x.clone(), axis.count))
         other = x.clone()
         other[1:4] = torch.tensor([0.25, -(2.0**52), 3.0])
         return lambda: x + other
 
-    monkeypatch.setattr(reduce, "start_all_reduce", start_all_reduce)
+    monkeypatch.setattr(reduce, "start_all_sum", start_all_sum)
     out = reduce_metrics(SUMS, Axis("loss", Share(0, 2)))
-    ((packed, count, op),) = calls
-    assert (count, op) == (2, "sum")
+    ((packed, count),) = calls
+    assert count == 2
     assert packed.dtype == torch.float64
     assert packed[2:4].tolist() == [2**53 - 1, 1.5]
     assert not packed[4:].any()
@@ -84,11 +84,11 @@ def test_ranks_send_from_the_axis_s_device_whatever_they_have_and_no_number_is_c
     axis = Axis("loss", Share(0, 2), mesh=SimpleNamespace(device_type="meta"))
     sent = []
 
-    def start_all_reduce(x, *_, **__):
+    def start_all_sum(x, _):
         sent.append((x.device, x.shape))
         return lambda: x
 
-    monkeypatch.setattr(reduce, "start_all_reduce", start_all_reduce)
+    monkeypatch.setattr(reduce, "start_all_sum", start_all_sum)
     here, there = torch.ones(()), torch.ones((), device="meta")
     names = []
     with OperatorMode(lambda operator, _: names.append(str(operator))):
@@ -130,7 +130,7 @@ def test_ranks_with_different_names_are_refused_and_nobody_waits():
 
 
 def test_reduce_metrics_lets_go_of_the_graph_and_takes_any_shape(monkeypatch):
-    monkeypatch.setattr(reduce, "start_all_reduce", lambda x, axis, **_: lambda: x * axis.count)
+    monkeypatch.setattr(reduce, "start_all_sum", lambda x, axis: lambda: x * axis.count)
     attached = torch.tensor(1.0, requires_grad=True) * 2
     for axis in (solo_parallel().loss, Axis("loss", Share(0, 2))):
         assert not reduce_metrics({"loss": attached}, axis)["loss"].requires_grad

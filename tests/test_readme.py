@@ -1,4 +1,4 @@
-"""What README.md says of layouts and of the certificate is so."""
+"""What README.md says of layouts, the certificate and other trainers is so."""
 
 import contextlib
 import io
@@ -46,3 +46,17 @@ def test_what_it_says_of_the_certificate_is_so():
     assert "mistakes that the tests plant, by 1e-3 or more" in SENTENCES
     assert len(mistakes) == 12
     assert min(mistakes) >= 1e-3
+
+
+def test_the_rows_of_its_comparison_stand_on_the_page_that_explains_them():
+    page = (ROOT / "docs" / "comparison.md").read_text()
+    lines = README.partition("| | trainkit |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(lines) == 8
+    assert [line for line in lines if line not in page.splitlines()] == []
+    losses = "9.73 to 9.97 after ten steps, over 18 layouts"
+    script = load_script(ROOT / "docs" / "pictures" / "certificate.py")
+    reported = [script.ONE_GPU, *script.REPORTED.values()]
+    least, most = min(row[1] for row in reported), max(row[1] for row in reported)
+    assert losses == f"{least:.2f} to {most:.2f} after ten steps, over {len(reported)} layouts"
+    assert f"reports losses of {losses}" in SENTENCES
+    assert "initial values differ too" in SENTENCES

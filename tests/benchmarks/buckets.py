@@ -26,7 +26,7 @@ import torch
 import trainkit as tk
 from trainkit import losses, models
 from trainkit.batch import make_padding_batch
-from trainkit.buckets import fetch_files, open_store, put_file
+from trainkit.buckets import mount_files, open_store, put_file
 from trainkit.data import PackedCorpus, make_step_batch, prefetch_batches
 from trainkit.text.corpora import open_corpus, write_corpus
 from trainkit.types import Cursor
@@ -158,7 +158,7 @@ def measure_prefetch(folder, store):
     write_corpus(folder / "web.tokens", tokens, vocab_size=256)
     size = (folder / "web.tokens").stat().st_size
     begin = time.perf_counter()
-    fetch_files(f"{store.url}/web.tokens")
+    mount_files(f"{store.url}/web.tokens")
     seconds = time.perf_counter() - begin
     corpus = open_corpus(f"{store.url}/web.tokens")
     rows = PackedCorpus(corpus, tk.pack_bins(corpus.lengths, capacity=1024))

@@ -26,7 +26,7 @@ from xml.etree import ElementTree as ET
 import attrs
 
 from trainkit.buckets.urls import find_url
-from trainkit.types import ConfigError, DiskError, TrainkitError, needs_extra
+from trainkit.types import ConfigError, DataError, DiskError, TrainkitError, needs_extra
 
 _PART = 8 << 20  # bytes of a part of an upload, and of a block of a download
 _PARALLEL = 4  # parts in flight, so that an upload needs 32 MiB
@@ -216,14 +216,44 @@ def get_bytes(store: Store, key: str) -> bytes:
         return bytes(obstore.get(store.client, key).bytes())
 
 
-def get_range(store: Store, key: str, start: int, size: int) -> bytes:
-    """Return `size` bytes of an object, from byte `start` on; raises as `get_file`."""
+def get_range(store: Store, key: str, start: int, size: int, *, etag: str = "") -> bytes:
+    """Return `size` bytes of an object, from byte `start` on.
+
+    Args:
+        store: The folder of the bucket.
+        key: The object.
+        start: The first byte.
+        size: The number of bytes.
+        etag: The ETag that the object must have; "" does not compare.
+
+    Raises:
+        DataError: The object has another ETag.
+        FileNotFoundError: There is no such object.
+        ConfigError: See `check_store`.
+        DiskError: See `check_store`.
+    """
     import obstore  # noqa: PLC0415 -- an extra
 
     if size == 0:
         return b""
     with _explain(store, "get_range", key):
-        return bytes(obstore.get_range(store.client, key, start=start, length=size))
+        found = obstore.get(store.client, key, options={"range": (start, start + size)})
+        data = bytes(found.bytes())
+    # Compared here, as not every server compares it on request.
+    if etag and found.meta["e_tag"] != etag:
+        raise DataError(
+            f"get_range: {store.url}/{key} was replaced while it was read",
+            where=f"{store.url}/{key}",
+            got=found.meta["e_tag"],
+            want=etag,
+            hint="start again, which reads the new one; give a new file a new name instead",
+        )
+    if len(data) != size:
+        raise DiskError(
+            f"get_range: {store.url}/{key} returned {len(data)} bytes instead of {size}",
+            where=f"{store.url}/{key}",
+        )
+    return data
 
 
 def get_file(store: Store, key: str, path: Path) -> int:

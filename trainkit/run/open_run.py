@@ -214,22 +214,6 @@ def open_run(
         print_to_stderr(found.what)
         notices.append(("straggler", attrs.asdict(found)))
 
-    stop_times: list[float] = []
-
-    def note_stop() -> str | None:
-        reason = why_stop()
-        if reason is not None and not stop_times:
-            stop_times.append(time.monotonic())
-        return reason
-
-    def get_patience() -> float:
-        note_stop()  # the watch, which asks during the run, is over
-        if not stop_times and sys.exc_info()[0] is None:
-            return timeouts.start_timeout
-        # Of a stop what the save has left, since launchers kill: the checkpoint is on the disk.
-        used = time.monotonic() - stop_times[0] if stop_times else 0.0
-        return max((timeouts.grace or _GRACE) - used, 1.0)
-
     started = measure_startup()
     is_own = owns_process()
     with (
@@ -248,6 +232,22 @@ def open_run(
         connected = times.read()
         store = _open_bucket(run_dir, ps.world)
         run_on_all_ranks(lambda: str(make_run_dir(folder)), ps.world)
+        stop_times: list[float] = []
+
+        def note_stop() -> str | None:
+            reason = why_stop()
+            if reason is not None and not stop_times:
+                stop_times.append(time.monotonic())
+            return reason
+
+        def get_patience() -> float:
+            note_stop()  # the watch, which asks during the run, is over
+            if not stop_times and sys.exc_info()[0] is None:
+                return timeouts.start_timeout
+            # Of a stop what the save has left, since launchers kill: the checkpoint is on the disk.
+            used = time.monotonic() - stop_times[0] if stop_times else 0.0
+            return max((timeouts.grace or _GRACE) - used, 1.0)
+
         with (
             lock_run(folder, ps.world) as renew_lock,
             report_errors(folder) if is_own else record_errors(folder),
@@ -595,12 +595,10 @@ class Run:
         logging = logging or LoggingOptions()
         device = self.ps.device
         default_interval = 1 if device.type == "cpu" else _LOG_EVERY
-        peak = logging.peak_flops
-        # The peak of a CPU is unknown, so mfu needs it from the user there.
-        if peak is None and device.type == "cuda":
-            peak = peak_flops(torch.cuda.get_device_name(device))
+        # No processor's peak is known, so mfu needs it from the user there.
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this processor"
+        peak = logging.peak_flops or peak_flops(name)
         if peak is None and self.flops_per_token is not None:
-            name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this processor"
             self.log(f"no mfu: the peak of {name} is not known; --peak-flops gives it")
         if logging.sync_phases and device.type != "cpu":
             self.times.wait = partial(torch.accelerator.synchronize, device)
@@ -870,7 +868,7 @@ class Loop:
     def _set_log_every(self, steps: int | None, step: int) -> str:
         assert steps is not None  # `check_request` has seen to it
         self._log_every = steps
-        return f"from step {step + 1} on the metrics of {steps} steps are read at once"
+        return f"--log-every is {steps} from step {step + 1} on"
 
     @as_phase("log")
     def record(
@@ -1012,8 +1010,7 @@ class Loop:
             with measure_phase("save"):
                 self._save(state, self._get_score(state.step))
         # A save has interrupted the steps anyway.
-        with measure_phase("garbage"):
-            self._collect(idle=is_saved)
+        self._collect(idle=is_saved)
         self._last_step = state.step
         self._intervals.advance(state, vote.clock)
         self._instruments.begin_step(state.step + 1)

@@ -158,7 +158,7 @@ def _format_parts(values: Mapping[str, Any]) -> dict[str, str]:
         "loss": f"loss {_format_number(values.get('loss'), '.4f')}",
         "lr": f"lr {_format_number(values.get('lr'), '.2e')}",
         "norm": norm,
-        "speed": f"{_format_thousands(values.get('tokens_per_second'))} tok/s",
+        "speed": f"{format_thousands(values.get('tokens_per_second'))} tok/s",
     }
     if "mfu" in values:
         parts["mfu"] = f"mfu {values['mfu']:.1%}"
@@ -178,7 +178,13 @@ def _format_number(value: Any, form: str) -> str:
     return "-" if value is None else format(float(value), form)
 
 
-def _format_thousands(value: Any) -> str:
+def format_thousands(value: Any) -> str:
+    """Return a number with three digits or so, and a letter; "-" for None.
+
+    Examples:
+        >>> [format_thousands(x) for x in (None, 850, 41_000, 5.3e6, 2e9)]
+        ['-', '850', '41.0k', '5.3M', '2.0G']
+    """
     if value is None:
         return "-"
     for limit, scale, letter in ((1e3, 1.0, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M")):

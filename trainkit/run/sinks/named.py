@@ -25,6 +25,10 @@ class ProfileSteps:
     first: int
     last: int
 
+    def __str__(self) -> str:
+        is_one = self.first == self.last
+        return f"step {self.first}" if is_one else f"steps {self.first} to {self.last}"
+
     @classmethod
     def parse(cls, text: str) -> ProfileSteps:
         """Return the steps of a text such as "10:13", or "10" for a single one.
@@ -33,8 +37,8 @@ class ProfileSteps:
             ConfigError: It is no such text, or ends before it begins.
 
         Examples:
-            >>> ProfileSteps.parse("10:13"), ProfileSteps.parse("7")
-            (ProfileSteps(first=10, last=13), ProfileSteps(first=7, last=7))
+            >>> ProfileSteps.parse("10:13"), str(ProfileSteps.parse("7"))
+            (ProfileSteps(first=10, last=13), 'step 7')
         """
         match = re.fullmatch(r"([1-9][0-9]*)(?::([1-9][0-9]*))?", text)
         if match is None:

@@ -16,6 +16,7 @@ from trainkit.run.sinks.guards import isolate_sinks
 from trainkit.run.sinks.jsonl import WriteEvent, open_events, open_jsonl, read_jsonl, rewind_jsonl
 from trainkit.run.sinks.tee import tee
 from trainkit.run.sinks.timing import measure_goodput
+from trainkit.run.sinks.totals import describe_totals
 from trainkit.types import DiskError, Log, OpenSink, Share, Sink
 from trainkit.weights.checkpoint.run_id import get_run_id
 
@@ -134,7 +135,7 @@ def _send_evaluations(event: WriteEvent, sink: Sink) -> WriteEvent:
 
 
 def summarize_run(run_dir: str | Path) -> str:
-    """Return one line about the time of a run, over all its restarts.
+    """Return what a run has done, over all its restarts: goodput, then `describe_totals`.
 
     Args:
         run_dir: A run directory with `metrics.jsonl` and `events.jsonl`.
@@ -144,16 +145,16 @@ def summarize_run(run_dir: str | Path) -> str:
         'goodput -: 0 steps, 0 repeated, 0 starts, 0 saves that blocked for 0.0 s, 0.0 s in all'
     """
     run_dir = Path(run_dir)
-    time = measure_goodput(
-        read_jsonl(run_dir / "metrics.jsonl"), read_jsonl(run_dir / "events.jsonl")
-    )
+    metrics = read_jsonl(run_dir / "metrics.jsonl")
+    time = measure_goodput(metrics, read_jsonl(run_dir / "events.jsonl"))
     share = f"{time.share:.1%}" if time.wall else "-"
     down = f", and {time.down:.1f} s in which nothing ran" if time.starts > 1 else ""
-    return (
+    goodput = (
         f"goodput {share}: {time.steps} steps, {time.repeated} repeated, {time.starts} starts, "
         f"{time.saves} saves that blocked for {time.blocked:.1f} s, "
         f"{time.wall:.1f} s in all{down}"
     )
+    return "\n".join([goodput, *describe_totals(metrics)])
 
 
 def _read_identity(run_dir: Path) -> str | None:
