@@ -268,8 +268,8 @@ def test_a_pause_of_the_collector_in_a_step_and_a_slow_save_have_their_seconds(
         *(False, True, False)
     ]
     [save] = events(tmp_path, "save")
-    assert save["blocked"] >= 0.04  # two tensors are copied
-    assert save["seconds"] >= save["blocked"] + 0.04  # more than two files are written
+    assert save["blocked"] >= 0.02
+    assert save["seconds"] >= save["blocked"] + 0.04  # of more than two files
     times = [events(tmp_path, name)[0]["time"] for name in ("start", "save", "end")]
     assert times == sorted(times)
 

@@ -175,7 +175,8 @@ def _judge_end(run_dir: Path, events: list[dict[str, Any]]) -> tuple[State, str 
     state, why = _judge_events(events)
     # Had that start taken a step, the failure would be in its events too.
     if failure.get("refused") and state != "died":
-        refusal = _describe_failure(failure)
+        refusal = str(failure.get("what")).removeprefix("failed: ")
+        refusal = refusal.removesuffix(f" (in phase {START!r})")
         if not events:
             return "refused", refusal
         return state, f"{why + '; ' if why else ''}the last start was refused: {refusal}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.run.log import add_handler, make_logger, print_warning
-from trainkit.run.sinks.console import open_console
+from trainkit.run.sinks.console import open_display, pace_display
 from trainkit.run.sinks.guards import isolate_sinks
 from trainkit.run.sinks.jsonl import WriteEvent, open_events, open_jsonl, read_jsonl, rewind_jsonl
 from trainkit.run.sinks.tee import tee
@@ -84,8 +84,11 @@ def open_run_sinks(
             reached = step
 
         bar: dict[str, Any] = {}
+        is_terminal = False
         if sys.stdout is not None:  # it is None where it was closed before Python started
-            bar["console"] = partial(open_console, last, start=step, stream=sys.stdout)
+            bar["console"] = partial(open_display, last, start=step, stream=sys.stdout)
+            with contextlib.suppress(ValueError):  # of a closed stream
+                is_terminal = sys.stdout.isatty()
         run = _read_identity(run_dir)
         makers = {name: partial(make, step=step) for name, make in (extra or {}).items()}
         event("start", step=step, repeated=rewound.dropped, ranks=share.count, last=last, run=run)
@@ -103,11 +106,13 @@ def open_run_sinks(
                 open_jsonl(run_dir / "metrics.jsonl", step=step, log=warn) as lines,
                 # The console is separate, so that a sink that hangs does not use up its time to
                 # close.
-                isolate_sinks(bar, log=warn, patience=patience) as progress,
+                isolate_sinks(bar, log=warn, patience=patience) as display,
+                pace_display(display, last, start=step, is_terminal=is_terminal) as progress,
                 isolate_sinks(makers, log=warn, patience=patience) as others,
             ):
                 # The file comes before what only shows the step.
-                record = tee(count, lines, progress, _add_prefix(others))
+                shown = [_add_prefix(others)] if makers else []
+                record = tee(count, lines, progress, *shown)
                 yield record, _send_evaluations(event, others)
 
 
