@@ -33,14 +33,14 @@ def read_trace(path):
         return json.load(file)["traceEvents"]
 
 
-def run_steps(folder, steps, *, asked, first=0, **logging):
+def run_steps(folder, steps, *, asked, first=0, capture=None, layers_every=0):
     """Take steps of a run that multiplies once in each."""
     model = torch.nn.Sequential(torch.nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters())
     metrics = {"loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "tokens": 1}
     with open_run(folder, timeouts=TIMEOUTS) as run:
         state = attrs.evolve(run.resume(model, optimizer), step=first)
-        logging = LoggingOptions(profile=asked, **logging)
+        logging = LoggingOptions(profile=asked, capture=capture, layers_every=layers_every)
         with run.loop(state, model, optimizer, steps=99, replay=None, logging=logging) as loop:
             for _ in range(steps):
                 state = attrs.evolve(state, step=state.step + 1)
