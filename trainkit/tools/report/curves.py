@@ -33,11 +33,10 @@ def list_series(axes: Axes, buckets: Buckets, notes: list[str]) -> dict[str, dic
     """
     # One pass over all lines: which names are curves, and which only sometimes a number. Most lines
     # are alike, so that those with the same names and types are looked at once.
-    alike = Counter((*line, *map(type, line.values())) for line in axes.lines)
+    alike = Counter((tuple(line), tuple(map(type, line.values()))) for line in axes.lines)
     numeric = Counter[str]()
     odd = Counter[str]()
-    for kind, count in alike.items():
-        names, types = kind[: len(kind) // 2], kind[len(kind) // 2 :]
+    for (names, types), count in alike.items():
         for name, type_ in zip(names, types, strict=True):
             if type_ in (int, float):
                 numeric[name] += count
