@@ -10,7 +10,7 @@ Training itself is a recipe: a script, which you copy and change. These commands
                                                a copy of one, to run or to change
   python -m trainkit plan --size llama-3.1-8b --world 8 --hardware h100 --row-length 8192
                                                which layouts fit, and how fast each would be
-  python -m trainkit launch --nproc-per-node 8 recipes/pretrain.py
+  python -m trainkit launch --nproc-per-node 8 train.py
                                                torchrun, with the exit code of its workers
   python -m trainkit prepare books/ --out books.tokens
                                                text into tokens, once, in parallel

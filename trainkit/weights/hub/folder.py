@@ -238,7 +238,7 @@ def read_init_config(
             else f"--init: {path} has no experts, and this recipe trains decoders with",
             where="init",
             got=0 if config.experts is None else config.experts.count,
-            hint="the recipe moe trains experts; docs/howto/train-experts.md has what they need",
+            hint='the recipe moe trains experts; the page "Train experts" has what they need',
         )
     return config
 
