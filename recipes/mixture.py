@@ -168,7 +168,7 @@ def train(cfg, run, tokenizer, model, first):
         cfg.data,
         tokenizer=tokenizer,
         field=cfg.field,
-        init=cfg.init,
+        init=first.source,
         recorded=tk.checkpoint.read_resume_facts(cfg.out, cfg.resume),
         log=run.log,
     )

@@ -189,7 +189,7 @@ def train(cfg, run, tokenizer, model, first):
     corpora = tk.corpora.open_corpora(
         (cfg.data,) if cfg.data else (),
         tokenizer=tokenizer,
-        init=cfg.init,
+        init=first.source,
         log=run.log,
     )
     rows, held_out, _ = tk.corpora.pack_corpora(

@@ -954,7 +954,7 @@ MISTAKES = [
         (
             "store.py",
             "blocks of two objects become one file",
-            '    if etag and found.meta["e_tag"] != etag:',
+            "    if etag and _read_etag(found.meta) != etag:",
             "    if etag is None:",
             "tests/buckets/test_files.py::test_what_has_changed_in_the_bucket_is_read_anew_and_not_in_the_middle",
         ),

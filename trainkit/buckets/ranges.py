@@ -25,8 +25,8 @@ from trainkit.buckets.urls import cache_home
 from trainkit.files import convert_disk_errors
 from trainkit.types import ConfigError, DataError
 
-BLOCK = 4 << 20
-"""Bytes of a block: a request for each, and what one document of a cold cache costs."""
+BLOCK = 1 << 20
+"""Bytes of a block: what one document costs that is not in the cache."""
 _BOUND = 100 << 30  # bytes of the cache, where TRAINKIT_CACHE_BYTES does not say
 _FILL = 0.95  # of the bound is left when blocks are removed, so that it happens seldom
 _PARALLEL = 8  # requests at a time, as each waits for the network
@@ -129,8 +129,8 @@ class RemoteObject:
         path = self._path(block)
         size = min(BLOCK, self.size - block * BLOCK)
         home = cache_home()
-        name = int(hashlib.sha256(str(path).encode()).hexdigest(), 16) % _LOCKS
-        with convert_disk_errors(path, by="read_range"), _lock(home / "locks" / f"{name:02d}"):
+        number = int(hashlib.sha256(str(path).encode()).hexdigest(), 16) % _LOCKS
+        with convert_disk_errors(path, by="read_range"), _lock(home / "locks" / f"{number}"):
             if path.exists():
                 return self._read_block(block, 0, size)
             store = _open_store(self.url, os.getpid())
@@ -139,7 +139,9 @@ class RemoteObject:
             except FileNotFoundError:
                 url = f"{self.url}/{self.key}"
                 raise DataError(f"read_range: {url} was deleted", where=url) from None
-            _add_block(home, path, data)
+            # Nobody else writes this file, as its name is that of the lock.
+            new = home / "blocks" / f"new-{number}"
+            _add_block(home, path, data, new)
             return data
 
 
@@ -149,26 +151,25 @@ def _open_store(url: str, process: int) -> Store:
     return open_store(url, patience=_PATIENCE)
 
 
-def _add_block(home: Path, path: Path, data: bytes) -> None:
+def _add_block(home: Path, path: Path, data: bytes, new: Path) -> None:
     """Write a block into the cache, and remove others if the bound requires it."""
     bound = read_bound()
     if len(data) > bound:
         return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with new.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
     with _lock(home / "locks" / "room"):
-        # A number in a file, as listing 25,000 blocks would take longer than fetching one. It is
+        # A number in a file, as listing 100,000 blocks would take longer than fetching one. It is
         # raised before a block is written, so after a kill it is too large, never too small.
         counter = home / "blocks" / "bytes"
-        path.parent.mkdir(parents=True, exist_ok=True)
         text = counter.read_text() if counter.exists() else ""
         used = int(text) if text.isdecimal() else bound
         if used + len(data) > bound:
             used = _remove_blocks(home / "blocks", min(int(_FILL * bound), bound - len(data)))
         counter.write_text(str(used + len(data)))
-        new = home / "blocks" / "new"
-        with new.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
         new.rename(path)
 
 

@@ -22,6 +22,7 @@ from trainkit.text.tokenizers.hf import HFTokenizer
 from trainkit.text.tokenizers.special import BOS
 from trainkit.types import CheckpointError, ConfigError, DataError, Log, log_warning
 from trainkit.weights.checkpoint import load as checkpoints
+from trainkit.weights.checkpoint.bucket_runs import fetch_model
 from trainkit.weights.checkpoint.manifest import find_checkpoint, list_checkpoints
 from trainkit.weights.hub.folder import check_model_path, is_hf_folder, open_folder
 
@@ -70,7 +71,7 @@ def open_model(
 
     Args:
         path: A run, for its newest checkpoint that verifies; a checkpoint; or a Hugging Face
-            folder.
+            folder. Or its URL in a bucket, which is fetched (`fetch_model`).
         tokenizer: A name for `open_tokenizer`; by default the tokenizer of the run or the folder.
         context: The maximum number of tokens of its inputs; by default a run's `full_context`, and
             for a folder the default of `open_folder`.
@@ -90,7 +91,7 @@ def open_model(
         ...
         trainkit.types.CheckpointError: open_model: there is no folder /does/not/exist; a model...
     """
-    path = Path(path)
+    path = fetch_model(path)
     # First: a folder of adapters has no config.json, and would be reported as no model at all.
     is_folder = is_hf_folder(path)
     if not is_folder and (path / "adapter_config.json").is_file():
@@ -147,7 +148,7 @@ def read_model_info(path: Path | str, *, context: int | None = None) -> DecoderC
         trainkit.types.CheckpointError: read_model_info: there is no folder /does/not/exist; a
         model...
     """
-    path = Path(path)
+    path = fetch_model(path)
     check_model_path(path, function="read_model_info")
     if is_hf_folder(path):
         return open_folder(path, context=context).config
