@@ -621,7 +621,7 @@ def test_a_device_is_not_replaced_by_a_file(tmp_path):
     """The null device, by another name: a rename over it would succeed as root."""
     (tmp_path / "null").symlink_to("/dev/null")
     with (
-        pytest.raises(DiskError, match="test: .*null is a device, .*: write to another path"),
+        pytest.raises(DiskError, match=r"test: .*null is a device, .*: write to another path"),
         files.atomic_write(tmp_path / "null", by="test"),
     ):
         pytest.fail("the work is done before it is refused")
