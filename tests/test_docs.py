@@ -57,8 +57,11 @@ def run_page(text, name):
 
     A block that begins with `# file.py` is written to that file, for blocks below to import.
     """
-    namespace = {"__name__": "page"}
+    namespace = {}
     for language, code, line, output in blocks_of(text):
+        # A script that shows what it prints runs as one; others are imported.
+        is_script = output is not None and '__name__ == "__main__"' in code
+        namespace["__name__"] = "__main__" if is_script else "page"
         file = re.match(r"# (\w+\.py)\n", code)
         if language != "python":
             continue

@@ -41,10 +41,10 @@ def test_what_it_says_of_the_certificate_is_so():
     assert f"Each of {len(layouts)} tested" in SENTENCES
     assert "differs by less than 1e-14" in SENTENCES
     assert max(max(numbers) for _, _, numbers in layouts) < 1e-14
-    assert "up to 8 ranks" in SENTENCES
+    assert "on up to 8 processes" in SENTENCES
     assert max(ranks for _, ranks, _ in layouts) == 8
-    assert "mistakes that the tests plant, by 1e-3 or more" in SENTENCES
-    assert len(mistakes) == 12
+    assert f"one of {len(mistakes)} [planted mistakes]" in SENTENCES
+    assert "by 1e-3 or more" in SENTENCES
     assert min(mistakes) >= 1e-3
 
 
@@ -53,10 +53,9 @@ def test_the_rows_of_its_comparison_stand_on_the_page_that_explains_them():
     lines = README.partition("| | trainkit |")[2].partition("\n\n")[0].splitlines()[2:]
     assert len(lines) == 8
     assert [line for line in lines if line not in page.splitlines()] == []
-    losses = "9.73 to 9.97 after ten steps, over 18 layouts"
     script = load_script(ROOT / "docs" / "pictures" / "certificate.py")
     reported = [script.ONE_GPU, *script.REPORTED.values()]
     least, most = min(row[1] for row in reported), max(row[1] for row in reported)
-    assert losses == f"{least:.2f} to {most:.2f} after ten steps, over {len(reported)} layouts"
-    assert f"reports losses of {losses}" in SENTENCES
+    assert f"a new model in {len(reported)} layouts" in SENTENCES
+    assert f"reports losses of {least:.2f} to {most:.2f} after ten steps" in SENTENCES
     assert "initial values differ too" in SENTENCES

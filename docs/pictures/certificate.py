@@ -121,9 +121,8 @@ def draw_mistakes(axes: Any, mistakes: list[float], theme: dict) -> None:
     """Draw what planted mistakes do to a layout."""
     axes.scatter(range(len(mistakes)), mistakes, s=30, marker="x", lw=1.3, color=theme["wrong"])
     axes.set_xlim(-2, len(mistakes) + 1)
-    axes.set_title("the same, with a mistake", loc="left")
-    note = f"{len(mistakes)} mistakes that\nthe tests plant, one\nat a time: largest\n"
-    note += "difference, 1 step"
+    axes.set_title("1 step, with a mistake", loc="left")
+    note = f"{len(mistakes)} mistakes that\nthe tests plant, one\nat a time: largest\ndifference"
     write_note(axes, (len(mistakes) - 1) / 2, note, theme)
 
 
