@@ -6,8 +6,12 @@ import faulthandler
 import gc
 import io
 import json
+import locale
+import logging
+import multiprocessing
 import os
 import random
+import resource
 import signal
 import sys
 import threading
@@ -53,6 +57,11 @@ def describe_process():
         "children": Path(f"/proc/self/task/{os.getpid()}/children").read_text(),
         "directory": Path.cwd(),
         "umask": _read_umask(),
+        "group": (os.getpgrp(), os.getsid(0), os.nice(0), os.sched_getaffinity(0)),
+        "limits": [resource.getrlimit(n) for n in range(16)],
+        "interpreter": (sys.getrecursionlimit(), sys.getswitchinterval(), locale.setlocale(0)),
+        "start method": multiprocessing.get_start_method(allow_none=True),
+        "loggers": _list_loggers(),
         "streams": [
             (s, vars(s).get("write"), vars(s).get("flush"))
             for s in (sys.stdout, sys.stderr, sys.stdin)
@@ -65,15 +74,28 @@ def describe_process():
         "numbers": (
             torch.get_default_dtype(),
             torch.get_num_threads(),
+            torch.get_num_interop_threads(),
             torch.get_float32_matmul_precision(),
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
             torch.utils.deterministic.fill_uninitialized_memory,
             torch.backends.cudnn.benchmark,
+            torch.backends.cudnn.deterministic,
+            torch.backends.cudnn.allow_tf32,
+            torch.backends.cuda.matmul.allow_tf32,
+            torch.backends.mkldnn.enabled,
+            torch.backends.cuda.flash_sdp_enabled(),
+            torch.backends.cuda.math_sdp_enabled(),
             torch.is_grad_enabled(),
             torch.is_anomaly_enabled(),
             torch.get_default_device(),
+            np.geterr(),
         ),
+        "hooks of all modules": [
+            len(hooks)
+            for name, hooks in vars(torch.nn.modules.module).items()
+            if name.startswith("_global_") and isinstance(hooks, dict)
+        ],
         "noise of torch": torch.get_rng_state().tolist(),
         "noise of numpy": np.random.get_state()[1].tolist(),  # noqa: NPY002 -- the caller's
         "noise of Python": random.getstate(),
@@ -91,6 +113,15 @@ def _read_umask():
     before = os.umask(0o77)
     os.umask(before)
     return before
+
+
+def _list_loggers():
+    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
+    return [
+        (logger.name, logger.level, logger.propagate, logger.handlers[:], logger.filters[:])
+        for logger in loggers
+        if isinstance(logger, logging.Logger)
+    ]
 
 
 def _list_files():
@@ -181,11 +212,30 @@ def flags_of(tmp_path_factory):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_leaves_the_process_of_another_as_it_was(recipe, flags_of, tmp_path):
-    """Twice, for what the first call alone may do: import, and register what it has imported."""
-    assert call(recipe, flags_of(recipe, tmp_path / "first"))[0] == 0
+    """Twice, for what the first call alone may do: import, and register what it has imported.
+
+    Both calls have the same numbers.
+    """
+    code, first = call(recipe, flags_of(recipe, tmp_path / "first"))
+    assert code == 0
     before = describe_process()
-    assert call(recipe, flags_of(recipe, tmp_path / "second"))[0] == 0
+    code, second = call(recipe, flags_of(recipe, tmp_path / "second"))
+    assert code == 0
     assert_unchanged(before, describe_process())
+    if recipe == "evaluate":
+        first, second = ((tmp_path / x / "results.json").read_text() for x in ("first", "second"))
+    elif recipe != "generate":
+        first, second = (bits_of(tmp_path / x) for x in ("first", "second"))
+    assert first == second
+    assert first
+
+
+def bits_of(out):
+    """Return of each line what every layout and every start must repeat."""
+    return [
+        {name: x for name, x in line.items() if name.endswith(("_hex", "_hash", "_total"))}
+        for line in lines(out)
+    ]
 
 
 def test_what_flags_set_in_torch_is_put_back(flags_of, tmp_path, monkeypatch):
