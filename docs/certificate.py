@@ -20,7 +20,8 @@ import torch
 PAGE = Path(__file__).with_suffix(".md")
 COMMAND = [sys.executable, "-m", "trainkit", "certify", "--markdown"]
 HEAD = """\
-![Every layout of the decoder: differences from one process](pictures/certificate-reported.png)
+![Every layout, mistakes, and reported losses](pictures/certificate-reported.png#gh-light-mode-only)
+![The same, dark](pictures/certificate-reported-dark.png#gh-dark-mode-only)
 
 [How to read a certificate](howto/coming-from-another-trainer.md#how-to-read-a-certificate) has the
 names of the rows, [my loss differs from one rank](howto/my-loss-differs.md) makes one of your own

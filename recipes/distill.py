@@ -1,9 +1,9 @@
 """Distil a larger decoder into a small one, and train a twin of that on the text alone.
 
-python recipes/distill.py                            # from runs/pretrain, or a base of its own
-python recipes/distill.py --teacher MODEL --data FOLDER    # a Hugging Face folder, your text
-python recipes/distill.py --loss reverse --temperature 2 --hard 0.2
-torchrun --nproc-per-node 2 recipes/distill.py --teacher runs/pretrain --pp 2
+python distill.py                            # from runs/pretrain, or a base of its own
+python distill.py --teacher MODEL --data FOLDER    # a Hugging Face folder, your text
+python distill.py --loss reverse --temperature 2 --hard 0.2
+torchrun --nproc-per-node 2 distill.py --teacher runs/pretrain --pp 2
 
 The frame is that of pretrain.py, whose comments explain it. The comments here are about teachers.
 """

@@ -1,10 +1,10 @@
 """Evaluate a run or a Hugging Face folder: log-probabilities, choices, perplexity, lm-eval.
 
-python recipes/evaluate.py                                  # runs/pretrain, on text it has not seen
-python recipes/evaluate.py --run FOLDER --perplexity texts.jsonl --choices questions.jsonl
-python recipes/evaluate.py --score pairs.jsonl --out scores  # a line of JSON for each
-torchrun --nproc-per-node 2 recipes/evaluate.py --tp 2      # the same numbers
-python recipes/evaluate.py --tasks hellaswag arc_easy --limit 100
+python evaluate.py                                  # runs/pretrain, on text it has not seen
+python evaluate.py --run FOLDER --perplexity texts.jsonl --choices questions.jsonl
+python evaluate.py --score pairs.jsonl --out scores  # a line of JSON for each
+torchrun --nproc-per-node 2 evaluate.py --tp 2      # the same numbers
+python evaluate.py --tasks hellaswag arc_easy --limit 100
 """
 
 import functools

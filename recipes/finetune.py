@@ -1,10 +1,10 @@
 """Supervised fine-tuning: teach a pretrained decoder to answer, by the assistant's tokens alone.
 
-python recipes/finetune.py                            # from runs/pretrain, or a base of its own
-python recipes/finetune.py --init MODEL --data chats.jsonl    # from a Hugging Face folder
-python recipes/finetune.py --method lora --rank 8     # trains adapters of matrices that are frozen
-python recipes/finetune.py --method qlora             # the same, with the matrices in 4 bits
-torchrun --nproc-per-node 2 recipes/finetune.py --init runs/pretrain --tp 2
+python finetune.py                            # from runs/pretrain, or a base of its own
+python finetune.py --init MODEL --data chats.jsonl    # from a Hugging Face folder
+python finetune.py --method lora --rank 8     # trains adapters of matrices that are frozen
+python finetune.py --method qlora             # the same, with the matrices in 4 bits
+torchrun --nproc-per-node 2 finetune.py --init runs/pretrain --tp 2
 
 The frame is that of pretrain.py, whose comments explain it. The comments here are about
 conversations and adapters.

@@ -1,9 +1,9 @@
 """Write text from a run, a checkpoint or a Hugging Face folder; it is shown as it comes.
 
-python recipes/generate.py                       # runs/pretrain, or a small base, which it trains
-python recipes/generate.py --run runs/pretrain --prompt "class " "import " --temperature 0
-python recipes/generate.py --run runs/finetune --prompt "def is_open(self)" --temperature 0
-python recipes/generate.py --run FOLDER --prompt "Once" --top-p 0.9 --min-p 0.05 --stop "."
+python generate.py                       # runs/pretrain, or a small base, which it trains
+python generate.py --run runs/pretrain --prompt "class " "import " --temperature 0
+python generate.py --run runs/finetune --prompt "def is_open(self)" --temperature 0
+python generate.py --run FOLDER --prompt "Once" --top-p 0.9 --min-p 0.05 --stop "."
 """
 
 import functools

@@ -1,8 +1,8 @@
 """Train on documents of thousands of tokens, each spread over ranks by ring x Ulysses attention.
 
-python recipes/long_context.py                       # one process, on Python's own library
-torchrun --nproc-per-node 4 recipes/long_context.py --ring 2 --ulysses 2   # the same losses
-torchrun --nproc-per-node 4 recipes/long_context.py --ring 4 --row-length 16384
+python long_context.py                       # one process, on Python's own library
+torchrun --nproc-per-node 4 long_context.py --ring 2 --ulysses 2   # the same losses
+torchrun --nproc-per-node 4 long_context.py --ring 4 --row-length 16384
 
 The frame is that of pretrain.py, whose comments explain it. The comments here are about long rows.
 """
@@ -23,7 +23,7 @@ class Config(tk.config.RunConfig):
     The tokens of a row are spread over ring x ulysses ranks, and the losses stay those of one
     process. Set ulysses to a divisor of the number of heads, and split longer rows with ring:
 
-    torchrun --nproc-per-node 4 recipes/long_context.py --ring 2 --ulysses 2
+    torchrun --nproc-per-node 4 long_context.py --ring 2 --ulysses 2
     """
 
     out: Path = tk.config.option(Path("runs/long_context"), on_resume="ignore")

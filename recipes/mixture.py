@@ -1,8 +1,8 @@
 """Train a decoder on several corpora in proportions of your own, and anneal it with others.
 
-python recipes/mixture.py --data web.tokens code.tokens --weights 3 1
-python recipes/mixture.py --data web.tokens code.tokens --anneal-step 500 --anneal-weights 1 3
-torchrun --nproc-per-node 2 recipes/mixture.py --data web.tokens code.tokens --weights 3 1
+python mixture.py --data web.tokens code.tokens --weights 3 1
+python mixture.py --data web.tokens code.tokens --anneal-step 500 --anneal-weights 1 3
+torchrun --nproc-per-node 2 mixture.py --data web.tokens code.tokens --weights 3 1
 
 This is pretrain.py with two parts more: the phases of the mixture, and a loss for each corpus.
 """
@@ -168,7 +168,7 @@ def train(cfg, run, tokenizer, model, first):
         cfg.data,
         tokenizer=tokenizer,
         field=cfg.field,
-        init=cfg.init,
+        init=first.source,
         recorded=tk.checkpoint.read_resume_facts(cfg.out, cfg.resume),
         log=run.log,
     )

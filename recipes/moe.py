@@ -1,10 +1,10 @@
 """Train a mixture of experts; by default a small one, on the source of Python's own library.
 
-python recipes/moe.py                                   # one process, balanced without a loss
-python recipes/moe.py --balance loss                    # with the auxiliary loss instead
-torchrun --nproc-per-node 2 recipes/moe.py --ep 2       # two, each with half of the experts
-python recipes/moe.py --data FOLDER --experts 32 --top-k 4     # your text, more experts
-python recipes/moe.py --data FOLDER --init MODEL        # continues a Hugging Face model
+python moe.py                                   # one process, balanced without a loss
+python moe.py --balance loss                    # with the auxiliary loss instead
+torchrun --nproc-per-node 2 moe.py --ep 2       # two, each with half of the experts
+python moe.py --data FOLDER --experts 32 --top-k 4     # your text, more experts
+python moe.py --data FOLDER --init MODEL        # continues a Hugging Face model
 
 The frame is that of pretrain.py, whose comments explain it. The comments here are about experts.
 """
@@ -189,7 +189,7 @@ def train(cfg, run, tokenizer, model, first):
     corpora = tk.corpora.open_corpora(
         (cfg.data,) if cfg.data else (),
         tokenizer=tokenizer,
-        init=cfg.init,
+        init=first.source,
         log=run.log,
     )
     rows, held_out, _ = tk.corpora.pack_corpora(

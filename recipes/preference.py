@@ -1,9 +1,9 @@
 """Teach a decoder which of two answers is better: DPO, IPO, KTO, SimPO or ORPO on pairs.
 
-python recipes/preference.py                          # from runs/finetune, or a base of its own
-python recipes/preference.py --init MODEL --data pairs.jsonl --lr 1e-6
-python recipes/preference.py --loss simpo             # needs no reference
-torchrun --nproc-per-node 2 recipes/preference.py --init runs/finetune --tp 2
+python preference.py                          # from runs/finetune, or a base of its own
+python preference.py --init MODEL --data pairs.jsonl --lr 1e-6
+python preference.py --loss simpo             # needs no reference
+torchrun --nproc-per-node 2 preference.py --init runs/finetune --tp 2
 
 The frame is that of pretrain.py, whose comments explain it. The comments here are about pairs and
 the reference.

@@ -1,10 +1,10 @@
 """Train a decoder from scratch; by default a small one, on the source of Python's own library.
 
-python recipes/pretrain.py                                   # one process
-torchrun --nproc-per-node 2 recipes/pretrain.py              # two, and the same losses
-torchrun --nproc-per-node 4 recipes/pretrain.py --pp 2 --tp 2   # four, and the same losses
-python recipes/pretrain.py --data FOLDER --size 10m          # your text, a larger model
-python recipes/pretrain.py --data FOLDER --init MODEL        # continues a Hugging Face model
+python pretrain.py                                   # one process
+torchrun --nproc-per-node 2 pretrain.py              # two, and the same losses
+torchrun --nproc-per-node 4 pretrain.py --pp 2 --tp 2   # four, and the same losses
+python pretrain.py --data FOLDER --size 10m          # your text, a larger model
+python pretrain.py --data FOLDER --init MODEL        # continues a Hugging Face model
 
 Read `train` first: it has all parts of a run, in order. Several corpora in proportions of your own,
 and a last phase with other proportions, are in mixture.py.
@@ -177,7 +177,7 @@ def train(cfg, run, tokenizer, model, first):
         cfg.data,
         tokenizer=tokenizer,
         field=cfg.field,
-        init=cfg.init,
+        init=first.source,
         recorded=tk.checkpoint.read_resume_facts(cfg.out, cfg.resume),
         log=run.log,
     )

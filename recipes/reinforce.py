@@ -1,9 +1,9 @@
 """Reinforcement learning from verifiable rewards (GRPO): a decoder learns to add numbers.
 
-python recipes/reinforce.py                              # learns a little from examples first
-torchrun --nproc-per-node 2 recipes/reinforce.py         # two, and the same losses
-python recipes/reinforce.py --init MODEL --supervised 0  # a run or a Hugging Face folder
-python recipes/reinforce.py --sampled answers.jsonl      # answers of another sampler
+python reinforce.py                              # learns a little from examples first
+torchrun --nproc-per-node 2 reinforce.py         # two, and the same losses
+python reinforce.py --init MODEL --supervised 0  # a run or a Hugging Face folder
+python reinforce.py --sampled answers.jsonl      # answers of another sampler
 
 The model first imitates examples, of which three in four forget to carry, and so it mostly forgets
 too. Then it samples answers of its own, and a function rewards the right ones: these rewards alone

@@ -1,12 +1,16 @@
 """Processes that are ranks of a run of their own, from multiprocessing's warm server."""
 
 import multiprocessing
+import os
 import runpy
 import socket
+import sys
 import time
 from pathlib import Path
 
 import attrs
+
+from trainkit.__main__ import main
 
 SCRIPT = Path(__file__).parent / "run" / "watched.py"
 
@@ -35,6 +39,22 @@ def warm_server():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["trainkit.tools.testing.preload", "pytest", "hypothesis"])
     return context
+
+
+def start_command(words, log, environ):
+    """Start `python -m trainkit WORDS`, whose output goes to a file; return the process."""
+    process = warm_server().Process(target=_run_command, args=(words, log, environ))
+    process.start()
+    return process
+
+
+def _run_command(words, log, environ):
+    os.environ.clear()  # the server's is as old as its start
+    os.environ.update(environ)
+    with log.open("ab", buffering=0) as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    sys.exit(main([str(word) for word in words]))
 
 
 def start(folder, fault, ranks, *, worlds=None, port=None, start_timeout=60):

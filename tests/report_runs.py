@@ -320,6 +320,37 @@ def write_run(folder, lines, events, *, config=None, layers=(), final=False, tai
     return folder
 
 
+def known(folder):
+    """A run with round figures, which goes on: 150 of 200 steps, a restart, two evaluations."""
+    lines = []
+    for step in range(1, 151):
+        seconds = 1.0 if step < 100 else 0.5
+        lines.append(
+            {
+                "step": step,
+                "time": START + step,
+                "loss": 4.0 - step / 75,
+                "seconds": seconds,
+                "tokens_total": 1000 * step,
+                "tokens_per_second": 1000 / seconds,
+                "mfu": 0.2 / seconds,
+                "hfu": 0.25 / seconds,
+                # The largest is not that of the last line, nor on its rank.
+                "memory_peak": (3 if step == 80 else 1) * 2**30,
+                "memory_rank": 2 if step == 80 else 1,
+            }
+        )
+    start = {"event": "start", "last": 200}
+    events = [
+        {**start, "time": START, "step": 0, "ranks": 8},
+        {"event": "evaluation", "time": START + 101, "step": 100, "eval/loss": 2.25},
+        {"event": "save", "time": START + 105, "step": 100, "blocked": 1.0},
+        {**start, "time": START + 1000, "step": 100, "ranks": 4, "repeated": 10},
+        {"event": "evaluation", "time": START + 1144, "step": 150, "eval/loss": 2.5},
+    ]
+    return write_run(folder, lines, events)
+
+
 def healthy(
     folder,
     count=20_000,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from operators import OperatorMode, move
 from strategies import batches, corpus_of, packed
 from torch._dynamo import lookup_backend
 
@@ -19,6 +20,7 @@ from trainkit.batch import (
     batch_hash,
     collate_bins,
     contiguous_shard,
+    count_documents,
     count_tokens,
     count_valid_tokens,
     find_padding_rows,
@@ -35,9 +37,11 @@ from trainkit.batch import (
     to_device,
     unshard_tree,
 )
+from trainkit.batch.batches import map_tensors
 from trainkit.batch.shards import shard_sequence
 from trainkit.data.concat import concat_corpora
 from trainkit.data.corpus import TokenCorpus
+from trainkit.noise.hashing import GOLDEN, make_key, mix_bits
 from trainkit.packing import pack_bins
 from trainkit.tools.testing.distribute_batch import distribute_batch
 from trainkit.types import IGNORED_LABEL, Bins, DataError, DataShard, Share, Spans
@@ -404,6 +408,57 @@ def test_the_hash_leaves_out_padding_but_not_swapped_tokens():
     assert batch_hash([one]) == batch_hash([two])
     assert batch_hash([one]) != batch_hash([swapped])
     assert batch_hash([one]).dtype == torch.int64
+
+
+def hash_by_hand(batch, columns):
+    """Return the hash of a batch modulo 2^64, one number after another."""
+    total, kept = 0, (batch.document_ids != -1).flatten().tolist()
+    index = batch.token_index.flatten().tolist()
+    fields = {name: (make_key(name), batch[name]) for name in ("input_ids", "labels")}
+    fields["position_ids"] = make_key("position_ids"), batch.position_ids
+    for name, bits in columns.items():
+        fields[name] = make_key("column", name, bits.shape[2]), bits
+    with np.errstate(over="ignore"):
+        for key, values in fields.values():
+            rows = values.reshape(len(kept), -1).tolist()
+            for place, row, is_kept in zip(index, rows, kept, strict=True):
+                for i, value in enumerate(row):
+                    where = (place * len(row) + i) * GOLDEN + key
+                    inner = int(mix_bits(np.uint64(where % 2**64)))
+                    total += is_kept * int(mix_bits(np.uint64((inner + value) % 2**64)))
+    return total % 2**64
+
+
+def test_the_hash_is_the_same_on_a_device_and_for_columns_and_by_hand():
+    corpus = corpus_of([5, 6, 2])
+    bins = pack_bins(corpus.lengths, 8)
+    batch = collate_bins(corpus, bins, [0, 1, -1], row_positions=[3, 2, -1])
+    pairs = torch.arange(3 * 8 * 2).view(3, 8, 2) - 7
+    weights = torch.linspace(-1, 1, 24).view(3, 8)
+    batch = attrs.evolve(batch, extra={"pairs": pairs, "weights": weights})
+    bits = {"pairs": pairs, "weights": weights.view(torch.int32).unsqueeze(2)}
+    expected = hash_by_hand(batch, bits)
+    for cut in (batch, map_tensors(batch, move)):
+        parts = split_batch(cut, 1)
+        assert int(batch_hash([cut])) % 2**64 == int(batch_hash(parts)) % 2**64 == expected
+        # A microbatch of padding has no columns.
+        assert int(batch_hash([*parts, make_padding_batch(1, 8)])) % 2**64 == expected
+
+
+def test_launches_do_not_grow_with_the_number_of_microbatches():
+    """A step of 16 microbatches would else launch 1,000 kernels on a device for its hash."""
+    whole = map_tensors(make_padding_batch(16, 8), move)
+    found = []
+    for parts in ([whole], split_batch(whole, 1)):
+        operators = []
+        with OperatorMode(lambda operator, _, seen=operators: seen.append(str(operator))):
+            batch_hash(parts)
+            count_tokens(parts)
+            count_documents(parts)
+        views = {"aten.view.default", "aten._unsafe_view.default", "aten.alias.default"}
+        found.append([x for x in operators if x not in views and "cat" not in x])
+    assert found[0] == found[1]
+    assert len(found[0]) < 50
 
 
 def test_what_runs_in_a_step_reads_nothing_back_from_the_device():

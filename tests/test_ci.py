@@ -154,7 +154,7 @@ def test_a_package_goes_into_a_new_folder(tmp_path):
 
 def test_the_wheel_is_tried_without_the_checkout():
     text = (SCRIPTS / "run").read_text()
-    parts = ['.ci/package "$work/dist"', "pip uninstall", '"/dist/*.whl)[recipes]', "from_wheel\n}"]
+    parts = ['.ci/package "$work/dist"', "--without-pip", '"/dist/*.whl)[recipes]', "from_wheel\n}"]
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
 

@@ -26,9 +26,8 @@ DOCS = ROOT / "docs"
 PAGES = sorted(p for p in DOCS.rglob("*.md") if "_build" not in p.parts)
 WRITTEN = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")), *PAGES]
 FIRST_LINES = """\
-pip install -e ".[recipes]" && python recipes/pretrain.py        # trains, now, on the source \
-files of Python itself
-pip install -e ".[test]" && pytest                               # the tests
+pip install -e ".[recipes]" && python recipes/pretrain.py  # trains, on Python's own source
+pip install -e ".[test]" && pytest                         # the tests
 """
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -191,18 +190,55 @@ def test_the_readme_is_read_in_a_few_minutes():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 
-@pytest.mark.parametrize(
-    "name", ["certificate.png", "certificate-dark.png", "certificate-reported.png"]
-)
-def test_the_picture_of_the_certificate_has_the_numbers_of_its_page(name):
+@pytest.mark.parametrize("dark", ["", "-dark"])
+@pytest.mark.parametrize("picture", ["certificate", "certificate-reported"])
+def test_the_picture_of_the_certificate_has_the_numbers_of_its_page(picture, dark):
     script = load_script(DOCS / "pictures" / "certificate.py")
-    with Image.open(DOCS / "pictures" / name) as picture:
-        assert picture.info["Description"] == script.hash_numbers(*script.read_numbers())
+    with Image.open(DOCS / "pictures" / f"{picture}{dark}.png") as image:
+        assert image.info["Description"] == script.hash_numbers(*script.read_numbers())
 
 
 @pytest.mark.parametrize("path", [*WRITTEN, ROOT / "CHANGELOG.md"], ids=name_of)
 def test_nobody_is_told_to_install_another_project(path):
     assert not re.search(r"pip install\s+[\"']?trainkit(?!-lm)", path.read_text())
+
+
+CODE = sorted([*(ROOT / "trainkit").rglob("*.py"), *(ROOT / "recipes").glob("*.py")])
+
+
+def test_help_docstrings_and_hints_name_pages_and_recipes_but_no_path_of_a_checkout():
+    """Who has the wheel has neither docs/ nor recipes/; the site has the pages by their titles."""
+    titles = re.findall(r"^- \[([^\]]+)\]", (DOCS / "index.md").read_text(), re.MULTILINE)
+    found = []
+    for path in CODE:
+        text = path.read_text()
+        found += [f"{name_of(path)}: {x}" for x in re.findall(r"\b(?:docs|recipes)/\w+", text)]
+        named = re.findall(r'\bpage\s+"([^"]+)"', text)
+        found += [f"{name_of(path)}: no page {x!r}" for x in named if x not in titles]
+    assert found == []
+
+
+def test_the_gallery_shows_every_picture():
+    files = {path.name for path in (DOCS / "pictures").iterdir() if path.suffix in (".png", ".svg")}
+    shown = re.findall(r"!\[[^]]*\]\(pictures/([^)#]+)", (DOCS / "gallery.md").read_text())
+    assert set(shown) == files
+    assert len(shown) == len(files)
+
+
+def test_the_gallery_has_every_function_and_command_that_draws():
+    gallery = (DOCS / "gallery.md").read_text()
+    texts = {path: path.read_text() for path in (ROOT / "trainkit").rglob("*.py")}
+    written = "\n".join(text for path, text in texts.items() if path.stem != "drawing")
+    functions = set(re.findall(r'save_picture\(\s*"(\w+)"', written))
+    assert functions == set(re.findall(r"^def (plot_\w+)", written, re.MULTILINE))
+    commands = {path.stem for path, text in texts.items() if draws_as_a_command(path, text)}
+    assert commands == {"pack", "report"}
+    calls = functions | {f"python -m trainkit {command}" for command in commands}
+    assert {call for call in calls if not re.search(rf"\b{call}\b", gallery)} == set()
+
+
+def draws_as_a_command(path, text):
+    return path.parent.name == "commands" and re.search(r"import .*(\bplot_|write_report)", text)
 
 
 # ------------------------------------------------------------------------------------ links
@@ -338,6 +374,30 @@ def test_what_the_generator_complains_of_is_an_error(site, tmp_path, monkeypatch
     assert site.run_zensical([]) == ["griffe: a.py:1: No type"]
 
 
+@pytest.mark.parametrize("has_addresses", [False, True])
+def test_the_site_has_a_map_and_a_link_to_the_repository_where_their_addresses_are_known(
+    site, tmp_path, monkeypatch, has_addresses
+):
+    monkeypatch.setattr(site, "BUILD", tmp_path)
+    monkeypatch.setattr(site, "ROOT", tmp_path)
+    urls = '[project.urls]\nDocumentation = "https://a.org/"\nRepository = "https://b.org/c"\n'
+    (tmp_path / "pyproject.toml").write_text(f"[project]\n{urls if has_addresses else ''}")
+
+    def build(*_, **__):
+        (tmp_path / "site").mkdir()
+        for name in ("index.html", "sitemap.xml", "sitemap.xml.gz"):
+            (tmp_path / "site" / name).touch()
+        return mock.Mock(stdout="", returncode=0)
+
+    monkeypatch.setattr(site.subprocess, "run", build)
+    assert site.run_zensical([]) == []
+    config = (tmp_path / "zensical.toml").read_text()
+    assert ('site_url = "https://a.org/"' in config) is has_addresses
+    assert ('repo_url = "https://b.org/c"' in config) is has_addresses
+    assert (tmp_path / "site" / "sitemap.xml").exists() is has_addresses
+    assert (tmp_path / "site" / "sitemap.xml.gz").exists() is has_addresses
+
+
 def test_without_the_generator_the_reason_is_printed(site, monkeypatch, capsys):
     monkeypatch.setattr(site.importlib.util, "find_spec", lambda _: None)
     assert site.main() == 1
@@ -358,8 +418,8 @@ def test_any_problem_is_printed_and_fails_the_build(site, monkeypatch, capsys, p
     assert capsys.readouterr().out == f"wrong: {place}\n"
 
 
-def test_the_reference_has_every_name_of_tk_and_of_every_table(reference, rooms):
-    assert reference.find_undocumented(rooms) == []
+def test_the_reference_has_every_name_of_tk_and_of_every_table(site, reference, rooms):
+    assert site.find_undocumented(rooms) == []
     modules = {room.split(".")[-1] for room in rooms}
     listed = modules | set(rooms["trainkit"][1]) | {"text", "weights", "post", "tools"}
     assert set(trainkit.__all__) <= listed
@@ -368,11 +428,15 @@ def test_the_reference_has_every_name_of_tk_and_of_every_table(reference, rooms)
     assert "[`tk.zigzag_shard`](batch.md#trainkit.batch.shards.zigzag_shard)" in pages["index.md"]
 
 
-def test_a_public_name_without_a_docstring_is_found(reference, tmp_path):
+def test_the_reference_is_a_plug_in_of_under_100_lines():
+    assert len((DOCS / "site" / "reference.py").read_text().splitlines()) < 100
+
+
+def test_a_public_name_without_a_docstring_is_found(site, reference, tmp_path):
     (tmp_path / "trainkit").mkdir()
     (tmp_path / "trainkit" / "__init__.py").write_text("from trainkit.a import f\n")
     (tmp_path / "trainkit" / "a.py").write_text("def f():\n    pass\n")
-    found = reference.find_undocumented(reference.read_rooms(reference.load(tmp_path)))
+    found = site.find_undocumented(reference.read_rooms(reference.load(tmp_path)))
     assert found == ["trainkit.f has no docstring"]
 
 

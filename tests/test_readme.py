@@ -1,11 +1,13 @@
-"""What README.md says of layouts and of the certificate is so."""
+"""What README.md says of layouts, the certificate and other trainers is so."""
 
+import contextlib
+import io
 import re
-import subprocess
 from pathlib import Path
 
-from recipe_runs import TORCHRUN
 from test_docs import load_script
+
+from trainkit.tools.testing import run_ranks
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -13,7 +15,15 @@ SENTENCES = " ".join(README.split())
 LAYOUTS = ["Layout()", "Layout(ring=2)", 'Layout(ring=2, fold_sp="none")']
 
 
-def test_its_script_prints_the_same_on_two_ranks_in_three_layouts(tmp_path):
+def run_scripts(scripts):
+    """Run scripts on a rank; return what they print."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for script in scripts:
+            exec(script, {"__name__": "page"})
+    return printed.getvalue()
+
+
+def test_its_script_prints_the_same_on_two_ranks_in_three_layouts():
     assert "`, `".join(LAYOUTS[:2]) + f"` and `{LAYOUTS[2]}`" in SENTENCES
     code, output = re.search(
         r"^```python\n(import attrs\n.*?)^```\n\n```text\n(.*?)^```",
@@ -22,19 +32,7 @@ def test_its_script_prints_the_same_on_two_ranks_in_three_layouts(tmp_path):
     ).groups()
     assert code.count("tk.Layout()") == 1
     scripts = [code.replace("tk.Layout()", f"tk.{layout}") for layout in LAYOUTS]
-    file = tmp_path / "layouts.py"
-    file.write_text(
-        "import torch.distributed\n\n"
-        'torch.distributed.init_process_group("gloo")\n'
-        f"for script in {scripts!r}:\n"
-        '    exec(script, {"__name__": "page"})\n'
-        "torch.distributed.destroy_process_group()\n"
-    )
-    ended = subprocess.run(
-        [*TORCHRUN, file], capture_output=True, text=True, check=False, cwd=ROOT, timeout=240
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == output * len(LAYOUTS)
+    assert run_ranks(run_scripts, 2, scripts, timeout=240) == [output * len(LAYOUTS), ""]
 
 
 def test_what_it_says_of_the_certificate_is_so():
@@ -48,3 +46,17 @@ def test_what_it_says_of_the_certificate_is_so():
     assert "mistakes that the tests plant, by 1e-3 or more" in SENTENCES
     assert len(mistakes) == 12
     assert min(mistakes) >= 1e-3
+
+
+def test_the_rows_of_its_comparison_stand_on_the_page_that_explains_them():
+    page = (ROOT / "docs" / "comparison.md").read_text()
+    lines = README.partition("| | trainkit |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(lines) == 8
+    assert [line for line in lines if line not in page.splitlines()] == []
+    losses = "9.73 to 9.97 after ten steps, over 18 layouts"
+    script = load_script(ROOT / "docs" / "pictures" / "certificate.py")
+    reported = [script.ONE_GPU, *script.REPORTED.values()]
+    least, most = min(row[1] for row in reported), max(row[1] for row in reported)
+    assert losses == f"{least:.2f} to {most:.2f} after ten steps, over {len(reported)} layouts"
+    assert f"reports losses of {losses}" in SENTENCES
+    assert "initial values differ too" in SENTENCES

@@ -10,7 +10,7 @@ Training itself is a recipe: a script, which you copy and change. These commands
                                                a copy of one, to run or to change
   python -m trainkit plan --size llama-3.1-8b --world 8 --hardware h100 --row-length 8192
                                                which layouts fit, and how fast each would be
-  python -m trainkit launch --nproc-per-node 8 recipes/pretrain.py
+  python -m trainkit launch --nproc-per-node 8 train.py
                                                torchrun, with the exit code of its workers
   python -m trainkit prepare books/ --out books.tokens
                                                text into tokens, once, in parallel
@@ -40,10 +40,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 import orjson
 
+from trainkit.buckets.urls import find_url
+from trainkit.files import print_to_stderr
 from trainkit.run.config import check_argv
 from trainkit.run.errors import get_exit_code, open_standard_streams
 from trainkit.tools.commands import (
@@ -66,6 +69,7 @@ from trainkit.tools.commands import (
 )
 from trainkit.tools.commands.text import as_text
 from trainkit.types import ConfigError
+from trainkit.weights.checkpoint.bucket_runs import fetch_lines, fetch_model
 
 COMMANDS = {
     "recipes": recipes,
@@ -111,6 +115,46 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _fetch_urls(options: argparse.Namespace) -> None:
+    """Replace URLs of buckets by local paths, in the arguments of commands that read a run.
+
+    Raises:
+        ConfigError: A URL stands where only a path of this machine can.
+    """
+    for name, value in vars(options).items():
+        paths = value if isinstance(value, list) else [value]
+        if not any(isinstance(path, Path) and find_url(path) for path in paths):
+            continue
+        argument = f"{options.command} {name}"
+        if argument in _OPENED:  # what opens it takes URLs
+            continue
+        if argument not in _FETCHED:
+            raise ConfigError(
+                f"python -m trainkit {options.command}: {next(filter(find_url, paths))} is in a "
+                f"bucket, and its argument {name} takes paths of this machine",
+                where=name,
+                hint="copy it with a tool of the bucket, or name a local folder",
+            )
+        fetched = [_FETCHED[argument](path, log=print_to_stderr) for path in paths]
+        setattr(options, name, fetched if isinstance(value, list) else fetched[0])
+
+
+# By command and argument. Of a run that is only looked at, its lines are enough.
+_FETCHED = {
+    "report run": fetch_lines,
+    "diff a": fetch_lines,
+    "diff b": fetch_lines,
+    "export source": fetch_model,
+    "score model": fetch_model,
+}
+_OPENED = (
+    "data path",
+    "pack corpus",
+    "prepare source",
+    "score corpus",
+)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; without a command, print the help.
 
@@ -128,6 +172,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_argv(words)
         options = _make_parser().parse_args(words)
+        _fetch_urls(options)
         report, code = COMMANDS[options.command].run(options)
     # A TrainkitError is a ValueError; any other exception is a bug and keeps its traceback.
     except (ValueError, OSError, KeyboardInterrupt) as error:

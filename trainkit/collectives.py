@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 import torch
@@ -88,18 +88,15 @@ def _measure_wait() -> AbstractContextManager[None]:
     return nullcontext() if torch.compiler.is_compiling() else measure_wait()
 
 
-def start_all_reduce(
-    x: Tensor, axis: Axis, *, op: Literal["sum", "max", "min"]
-) -> Callable[[], Tensor]:
-    """Start an all-reduce, and return a function that waits for it and returns the result.
+def start_all_sum(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
+    """Start an `all_sum`, and return a function that waits for it and returns the sum.
 
     Meanwhile the device may compute something else, and the host may prepare it. With NCCL the wait
     is one of the device: later kernels wait, and the host does not.
 
     Args:
         x: Any tensor, of the same shape and dtype on every rank. It may be changed afterwards.
-        axis: The axis to reduce over.
-        op: What is reduced.
+        axis: The axis to sum over.
 
     Returns:
         A function that returns a new tensor, equal on all ranks, each time the same one; `x` itself
@@ -110,19 +107,14 @@ def start_all_reduce(
 
     Examples:
         >>> from trainkit.mesh import solo_parallel
-        >>> wait = start_all_reduce(torch.tensor(3), solo_parallel().loss, op="max")
+        >>> wait = start_all_sum(torch.tensor(3), solo_parallel().loss)
         >>> wait()
         tensor(3)
     """
     if axis.count == 1:
         return lambda: x
-    ops: dict[str, Any] = {
-        "sum": dist.ReduceOp.SUM,
-        "max": dist.ReduceOp.MAX,
-        "min": dist.ReduceOp.MIN,
-    }
     out = x.detach().clone(memory_format=torch.contiguous_format)
-    work = dist.all_reduce(out, op=ops[op], group=axis.group, async_op=True)
+    work = dist.all_reduce(out, group=axis.group, async_op=True)
 
     def wait() -> Tensor:
         if work is not None:  # None on a rank outside the group

@@ -39,11 +39,18 @@ def atomic_write(path: Path, *, by: str) -> Iterator[BinaryIO]:
         by: The function that writes, for the message.
 
     Raises:
-        DiskError: It cannot be written.
+        DiskError: It cannot be written, or is a device.
 
     Effects:
         Writes `path`; file and folder have reached the disk when the block has ended.
     """
+    # As root, a rename would replace a device such as /dev/null for every process of the machine.
+    if path.is_char_device() or path.is_block_device():
+        raise DiskError(
+            f"{by}: {path} is a device, which the file would replace",
+            where=str(path),
+            hint="write to another path",
+        )
     with convert_disk_errors(path, by=by):
         for tries_left in reversed(range(_LOCK_TRIES)):
             temporary = _make_temporary_name(path)

@@ -365,7 +365,8 @@ def judge_step(
         names = list(damage())
         if names:
             status = StepStatus("damaged", f"{status.reason}; not finite: {', '.join(names)}")
-    if not skipped:  # a spike that was applied after all is reported, and does not count as bad
+    # A spike that was applied after all is reported, and does not count as bad.
+    if status.kind == "spike" and not skipped:
         policy = attrs.evolve(policy, on_spike="apply")
     action = choose_action(status, memory, policy)
     health = _update_health(state.step, (loss, norm), status, memory, policy)
@@ -575,7 +576,7 @@ def _compute_limit(values: Sequence[float], policy: Policy) -> float:
     if len(recent) < policy.spike_after:
         return math.inf
     median = _median(recent)
-    spread = _SIGMA * _median(sorted(abs(value - median) for value in recent))
+    spread = _SIGMA * _median(sorted([abs(value - median) for value in recent]))
     spread = max(spread, _MIN_SPREAD * abs(median))
     if not spread:  # only around a median of 0: there is no scale to compare with
         return math.inf

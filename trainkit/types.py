@@ -45,6 +45,7 @@ class TrainkitError(ValueError):
         got: The value that was found.
         want: The value that was expected.
         hint: What to do about it.
+        step: The step that is at fault, where it is not the last one with metrics.
 
     Examples:
         >>> error = ConfigError("pp must be above 0, got 0", hint="leave --pp away")
@@ -65,6 +66,7 @@ class TrainkitError(ValueError):
         got: object = None,
         want: object = None,
         hint: str | None = None,
+        step: int | None = None,
     ) -> None:
         # A traceback of Python shows only this text, so it has the hint as well.
         super().__init__(what if hint is None or hint in what else f"{what}: {hint}")
@@ -73,6 +75,7 @@ class TrainkitError(ValueError):
         self.got = got
         self.want = want
         self.hint = hint
+        self.step = step
 
 
 def format_error(error: BaseException, *, most: int = 8000, hint: bool = True) -> str:
@@ -1153,6 +1156,35 @@ class Attend(Protocol):
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
+    ) -> Tensor: ...
+
+
+class GatedDelta(Protocol):
+    """The gated delta rule inside each span, `[B,S,H,E]`.
+
+    q and k are `[B,S,K,D]` and v is `[B,S,H,E]`, where K divides H; `log_decay` and `beta` are
+    `[B,S,H]`. The result depends on `chunk` only by its rounding.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        log_decay: Tensor,
+        beta: Tensor,
+        spans: Spans,
+        scale: float | None = None,
+        chunk: int = 64,
+    ) -> Tensor: ...
+
+
+class CausalConv(Protocol):
+    """The causal convolution of each channel of x `[B,S,C]` with weight `[C,W]`, inside spans."""
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, *, spans: Spans, bias: Tensor | None = None
     ) -> Tensor: ...
 
 

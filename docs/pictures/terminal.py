@@ -1,101 +1,104 @@
-"""Draw what a run shows on a terminal of 80 columns: python docs/pictures/terminal.py (needs pyte).
+"""Draw what the first run shows on a terminal of 80 columns: python docs/pictures/terminal.py RUN.
 
-It runs the first recipe in a pseudo-terminal, and draws the screen after a given step as
-terminal.svg.
+It runs the first recipe in a pseudo-terminal, with RUN as its directory, to the end. terminal.svg
+is what stood there after a given step, as rich exports it; report.py draws the page of RUN.
 """
 # ruff: noqa: INP001, S603 -- a script
 
 import argparse
-import html
+import io
 import os
 import pty
 import re
-import select
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-import pyte
+from rich.console import Console
+from rich.padding import Padding
+from rich.terminal_theme import TerminalTheme
+from rich.text import Text
 
 HERE = Path(__file__).parent
-COLUMNS, LINES = 80, 24
-WIDTH, HEIGHT = 8.4, 19.0  # of a character, in pixels
-COLORS = {"default": "#d4d8de", "magenta": "#c792ea", "red": "#f28779", "cyan": "#5ccfe6"}
-COLORS |= {"green": "#87d96c", "brown": "#ffcc66", "yellow": "#ffcc66", "blue": "#73b8ff"}
+COLUMNS = 80
+COMMAND = "python recipes/pretrain.py --steps 100 --eval-every 40 --sample 60"
+# What rich writes before it draws its lines anew: erase this line, and the one above, so many times
+ERASE = re.compile(r"(\r\x1b\[2K(?:\x1b\[1A\x1b\[2K)*)")
+COLORS = [(31, 36, 48), (242, 135, 121), (135, 217, 108), (255, 204, 102)]
+COLORS += [(115, 184, 255), (199, 146, 234), (92, 207, 230), (212, 216, 222)]
+THEME = TerminalTheme((31, 36, 48), (212, 216, 222), COLORS)
+# rich's own template loads a font from the network, which a picture in a page may not do.
+SVG = """\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" \
+aria-label="The first run on a terminal">
+<style>
+.{unique_id}-matrix {{ font: {char_height}px/{line_height}px ui-monospace, SFMono-Regular, Menlo, \
+Consolas, "DejaVu Sans Mono", monospace; font-variant-east-asian: full-width }}
+{styles}
+</style>
+<defs>
+<clipPath id="{unique_id}-clip-terminal">
+<rect x="0" y="0" width="{terminal_width}" height="{terminal_height}"/>
+</clipPath>
+{lines}
+</defs>
+{chrome}
+<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
+{backgrounds}
+<g class="{unique_id}-matrix">
+{matrix}
+</g>
+</g>
+</svg>
+"""
 
 
-def watch(command: list[str], *, until: str) -> pyte.Screen:
-    """Run a command on a pseudo-terminal; return the screen when it first shows a text."""
-    screen = pyte.Screen(COLUMNS, LINES)
-    stream = pyte.ByteStream(screen)
+def watch(command: list[str]) -> str:
+    """Run a command on a pseudo-terminal; return what it wrote there."""
     ours, theirs = pty.openpty()
-    size = {"COLUMNS": str(COLUMNS), "LINES": str(LINES), "TERM": "xterm-256color"}
+    size = {"COLUMNS": str(COLUMNS), "LINES": "24", "TERM": "xterm-256color"}
     running = subprocess.Popen(command, stdout=theirs, stderr=theirs, env={**os.environ, **size})
     os.close(theirs)
-    try:
-        while select.select([ours], [], [], 120.0)[0]:
+    parts = []
+    with os.fdopen(ours, "rb", buffering=0) as terminal:
+        while True:
             try:
-                stream.feed(os.read(ours, 2**16).replace(b"\n", b"\r\n"))
+                parts.append(terminal.read(2**16))
             except OSError:  # the command has ended
                 break
-            if any(re.search(until, line) for line in screen.display):
+    if running.wait():
+        raise SystemExit(f"the run failed:\n{b''.join(parts).decode()}")
+    return b"".join(parts).decode().replace("\r\n", "\n")
+
+
+def read_screen(written: str, until: str) -> str:
+    """Return the lines that stand on a terminal when a text is first on it."""
+    lines = [""]
+    for part in ERASE.split(written):
+        if part.startswith("\r\x1b[2K"):
+            if re.search(until, "\n".join(lines)):
                 break
-    finally:
-        running.kill()
-        running.wait()
-    return screen
-
-
-def draw(screen: pyte.Screen, command: str) -> str:
-    """Return the screen as an SVG, below the command that was typed."""
-    rows = [f'<tspan fill="#87d96c">$</tspan> {html.escape(command)}']
-    for y in range(LINES):
-        spans = []
-        for x in range(COLUMNS):
-            cell = screen.buffer[y][x]
-            color = cell.fg if cell.fg.startswith("#") else COLORS.get(cell.fg)
-            color = color or (f"#{cell.fg}" if re.fullmatch("[0-9a-f]{6}", cell.fg) else "#d4d8de")
-            weight = ' font-weight="bold"' if cell.bold else ""
-            spans.append((f'fill="{color}"{weight}', cell.data))
-        merged = list[list[str]]()
-        for style, text in spans:
-            if merged and merged[-1][0] == style:
-                merged[-1][1] += text
-            else:
-                merged.append([style, text])
-        rows.append("".join(f"<tspan {s}>{html.escape(t)}</tspan>" for s, t in merged).rstrip())
-    while re.sub("<[^>]*>", "", rows[-1]).strip() == "":
-        rows.pop()
-    width, height = COLUMNS * WIDTH + 40, len(rows) * HEIGHT + 62
-    texts = "\n".join(
-        f'<text x="20" y="{58 + i * HEIGHT:.0f}" xml:space="preserve">{row}</text>'
-        for i, row in enumerate(rows)
-    )
-    dots = "".join(
-        f'<circle cx="{22 + 18 * i}" cy="18" r="5.5" fill="{color}"/>'
-        for i, color in enumerate(("#ff5f57", "#febc2e", "#28c840"))
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
-        f'width="{width:.0f}" height="{height:.0f}" role="img" aria-label="A run on a terminal">\n'
-        f'<rect width="100%" height="100%" rx="10" fill="#1f2430"/>{dots}\n'
-        "<g font-family=\"ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', "
-        'monospace" font-size="14" fill="#d4d8de">\n'
-        f"{texts}\n</g>\n</svg>\n"
-    )
+            del lines[-1 - part.count("\x1b[1A") :]
+            lines.append("")
+        else:
+            first, *rest = part.split("\n")
+            lines[-1] += first
+            lines += rest
+    return "\n".join(lines)
 
 
 def main() -> None:
     """Run the recipe, and write the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of the run, a new one")
     parser.add_argument("--step", type=int, default=60, help="the step to draw (default: 60)")
     options = parser.parse_args()
-    command = "python recipes/pretrain.py --steps 100 --eval-every 40 --sample 60"
-    with tempfile.TemporaryDirectory() as out:
-        words = [sys.executable, *command.split()[1:], "--out", f"{out}/run"]
-        screen = watch(words, until=rf"step {options.step}/")
-    (HERE / "terminal.svg").write_text(draw(screen, command))
+    written = watch([sys.executable, *COMMAND.split()[1:], "--out", str(options.run)])
+    screen = Text.from_ansi(read_screen(written, rf"step {options.step}/"))
+    console = Console(record=True, width=COLUMNS + 2, file=io.StringIO(), force_terminal=True)
+    console.print(Padding(Text.assemble(("$ ", "green"), COMMAND, "\n", screen), 1))
+    picture = console.export_svg(title="", theme=THEME, code_format=SVG, unique_id="run")
+    (HERE / "terminal.svg").write_text(picture)
 
 
 if __name__ == "__main__":

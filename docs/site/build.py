@@ -19,6 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -180,7 +181,7 @@ def write_pages() -> tuple[list, list[str]]:
         if BUILD not in path.parents:
             (PAGES / path.relative_to(DOCS)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, PAGES / path.relative_to(DOCS))
-    return navigation, problems + reference.find_undocumented(rooms)
+    return navigation, problems + find_undocumented(rooms)
 
 
 # --------------------------------------------------------------------------------- the site
@@ -189,7 +190,9 @@ def write_pages() -> tuple[list, list[str]]:
 def run_zensical(navigation: list) -> list[str]:
     """Build the site from the pages; return what it complained of."""
     config = (SITE / "zensical.toml").read_text(encoding="utf-8")
-    config = config.replace("[project]\n", f"[project]\nnav = {as_toml(navigation)}\n", 1)
+    added = {"nav": navigation, **read_addresses(ROOT / "pyproject.toml")}
+    lines = "".join(f"{name} = {as_toml(value)}\n" for name, value in added.items())
+    config = config.replace("[project]\n", f"[project]\n{lines}", 1)
     (BUILD / "zensical.toml").write_text(config, encoding="utf-8")
     shutil.rmtree(BUILD / "site", ignore_errors=True)
     done = subprocess.run(
@@ -203,7 +206,26 @@ def run_zensical(navigation: list) -> list[str]:
     problems = [line for line in done.stdout.splitlines() if not QUIET.fullmatch(line.strip())]
     if done.returncode or not (BUILD / "site" / "index.html").exists():
         problems.append(f"zensical ended with exit code {done.returncode}")
+    if "site_url" not in added:  # it would list nothing
+        for path in (BUILD / "site").glob("sitemap.xml*"):
+            path.unlink()
     return problems
+
+
+def read_addresses(path: Path) -> dict[str, str]:
+    """Return the addresses of site and repository that a pyproject.toml has, for the generator.
+
+    The first goes into the site map, the second to the top of every page.
+    """
+    urls = tomllib.loads(path.read_text(encoding="utf-8"))["project"].get("urls", {})
+    names = {"site_url": "Documentation", "repo_url": "Repository"}
+    return {option: urls[name] for option, name in names.items() if name in urls}
+
+
+def find_undocumented(rooms: dict) -> list[str]:
+    """Return a sentence for each public name of the reference that has no docstring."""
+    found = {f"{room}.{n}": item for room, (_, names) in rooms.items() for n, item in names.items()}
+    return [f"{name} has no docstring" for name, item in found.items() if not item.docstring]
 
 
 def find_broken_links(site: Path) -> list[str]:

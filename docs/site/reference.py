@@ -12,11 +12,9 @@ import griffe
 
 Rooms = dict[str, tuple[griffe.Module, dict[str, griffe.Object]]]
 RECORDS = {"attrs.frozen", "attrs.define", "NamedTuple"}
-FIRST_PAGE = """# Reference
-
-Every public name, by module, with its signature, an example and its source. Most of what a training
-step calls is a name of `tk`; `import trainkit as tk` is quick, since a name is loaded at first use.
-"""
+EITHER = griffe.ParameterKind.positional_or_keyword
+ABOUT = "Every public name, by module, with its signature, an example and its source."
+ABOUT_TK = "`import trainkit as tk` is quick, since a name is loaded at first use."
 
 
 class AttrsInit(griffe.Extension):
@@ -28,13 +26,11 @@ class AttrsInit(griffe.Extension):
         if "__init__" in cls.members or not made_by & RECORDS:
             return
         fields = [a for a in cls.attributes.values() if a.annotation is not None]
-        given = {field.name.lstrip("_"): (field.annotation, _default_of(field)) for field in fields}
-        parameters = [griffe.Parameter("self")]
-        parameters += [griffe.Parameter(n, annotation=a, default=d) for n, (a, d) in given.items()]
-        for parameter in parameters:
-            parameter.kind = griffe.ParameterKind.positional_or_keyword
-        init = griffe.Function("__init__", parameters=griffe.Parameters(*parameters), parent=cls)
-        cls.set_member("__init__", init)
+        parameters = griffe.Parameters(griffe.Parameter("self", kind=EITHER))
+        for field in fields:
+            name, type_, default = field.name.lstrip("_"), field.annotation, _default_of(field)
+            parameters.add(griffe.Parameter(name, annotation=type_, kind=EITHER, default=default))
+        cls.set_member("__init__", griffe.Function("__init__", parameters=parameters, parent=cls))
 
 
 def _default_of(field: griffe.Attribute) -> griffe.Expr | str | None:
@@ -77,12 +73,6 @@ def _resolve(package: griffe.Module, path: str) -> griffe.Object:
     return package[path.partition(".")[2]] if further == path else _resolve(package, further)
 
 
-def find_undocumented(rooms: Rooms) -> list[str]:
-    """Return a sentence for each public name without a docstring."""
-    found = {f"{room}.{n}": item for room, (_, names) in rooms.items() for n, item in names.items()}
-    return [f"{name} has no docstring" for name, item in found.items() if not item.docstring]
-
-
 def write_pages(rooms: Rooms) -> dict[str, str]:
     """Return {file: Markdown}: index.md, and a page a room."""
     tk, inner = rooms["trainkit"][1], sorted(rooms.keys() - {"trainkit"})
@@ -101,8 +91,8 @@ def write_pages(rooms: Rooms) -> dict[str, str]:
         links = ", ".join(f"[`{n}`]({where[item.path]})" for n, item in names.items())
         about += [f"### [{room}]({file})", _sentence(module), links]
     lines = [f"- [`tk.{n}`]({where[i.path]}): {_sentence(i)}" for n, i in tk.items()]
-    first = [FIRST_PAGE, "## Names of `tk`", "\n".join(lines), "## Modules", *about]
-    return {"index.md": "\n\n".join(first) + "\n"} | pages
+    first = ["# Reference", ABOUT, "## Names of `tk`", ABOUT_TK, "\n".join(lines), "## Modules"]
+    return {"index.md": "\n\n".join([*first, *about]) + "\n"} | pages
 
 
 def _sentence(item: griffe.Object) -> str:

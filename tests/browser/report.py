@@ -291,6 +291,59 @@ def test_a_script_that_gets_in_would_not_run(chromium, pages):
 # ------------------------------------------------------------------------------------ following
 
 
+def test_the_cards_at_the_top_show_the_figures_of_the_run(chromium, tmp_path):
+    out = tmp_path / "report.html"
+    write_report([report_runs.known(tmp_path / "run")], out)
+    with opened(chromium, out) as page:
+        shown = [tile.inner_text().split("\n") for tile in page.locator(".tile").all()]
+    assert shown == [
+        ["Step", "150", "of 200 · 75 %"],
+        ["Training loss", "2.0000", "perplexity 7.389"],
+        ["Held-out loss", "2.5000", "best 2.2500"],
+        ["Tokens", "150k", "2k a second"],
+        ["Step time", "500ms", "median of the last 100"],
+        ["MFU", "40%", "HFU 50 %"],
+        ["Memory peak", "3GiB", "on rank 2"],
+        ["Time", "4 min 9 s", "25 s left"],
+    ]
+
+
+def test_every_step_of_the_statistics_by_layer_is_drawn(chromium, tmp_path):
+    lines = report_runs.make_steps(100)
+    layers = [
+        {"step": step, "kind": "activation", "names": ["layers.0"], "rms": [rms], "nonfinite": [0]}
+        for step, rms in ((50, 1.0), (75, 1.0), (100, 9.0))
+    ]
+    folder = report_runs.write_run(tmp_path / "run", lines, [], layers=layers)
+    out = tmp_path / "report.html"
+    write_report([folder], out)
+    with opened(chromium, out) as page:
+        settle(page)
+        card = page.locator("[data-card='layers']")
+        colors = card.locator("canvas").evaluate(
+            """canvas => {
+              const row = canvas.getContext("2d").getImageData(0, 10, canvas.width, 1).data;
+              const found = new Map();
+              for (let x = 110; x < canvas.width - 20; x++) {
+                const color = row.slice(4 * x, 4 * x + 3).join();
+                found.set(color, (found.get(color) || 0) + 1);
+              }
+              return [...found.values()].filter(n => n > 100);
+            }"""
+        )
+        # Nothing is known before step 25; then two equal columns, and the last one.
+        assert len(colors) == 3
+        assert colors[1] == pytest.approx(2 * colors[2], rel=0.05)
+        # What is pressed can be read under the pointer as well.
+        pressed = card.get_by_role("button", name="not finite")
+        pressed.click()
+        style = pressed.evaluate(
+            "x => [getComputedStyle(x).color, getComputedStyle(x).backgroundColor]"
+        )
+        assert style[0] != style[1]
+        expect(card.locator(".ramp")).to_have_text("0 everywhere")
+
+
 def test_an_open_page_follows_a_run_until_it_ends(chromium, tmp_path):
     lines = report_runs.make_steps(400)
     folder = tmp_path / "run"
@@ -319,7 +372,7 @@ def test_an_open_page_follows_a_run_until_it_ends(chromium, tmp_path):
         expect(page.get_by_role("button", name="Show all")).to_be_visible()
         assert page.evaluate("scrollY") == 500
         write(400, ended=True)
-        expect(page.locator(".pill")).to_have_text("finished")
+        expect(page.locator(".pill")).to_have_text("ended")
         opened_at = page.evaluate("performance.timeOrigin")
         page.wait_for_timeout(4000)
         assert page.evaluate("performance.timeOrigin") == opened_at

@@ -1,6 +1,5 @@
-"""A corpus in a bucket is read from a copy: the same bits, in a cache of a bounded size."""
+"""A corpus in a bucket is read by ranges: the same bits, from a cache of a bounded size."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,46 +9,52 @@ import pytest
 from bucket_server import KEY, SECRET
 
 from trainkit.batch import batch_hash
-from trainkit.buckets import fetch_files
-from trainkit.buckets import files as bucket_files
+from trainkit.buckets import RangeArray, find_object, mount_files, ranges
 from trainkit.data import PackedCorpus, make_step_batch
 from trainkit.data.concat import fingerprint
+from trainkit.data.corpus import iterate_documents
 from trainkit.packing import pack_bins
-from trainkit.text.corpora import open_corpora, open_corpus, write_corpus
+from trainkit.text.corpora import count_document_labels, open_corpora, open_corpus, write_corpus
+from trainkit.text.prepare import prepare_corpus
 from trainkit.text.tokenizers import make_byte_tokenizer
 from trainkit.text.tokenizers.open import find_tokenizer
-from trainkit.types import ConfigError, Cursor, DataError
+from trainkit.types import Column, ConfigError, Cursor, DataError, Sample
+
+BLOCK = 4096  # so that files of a test have many
 
 
 @pytest.fixture
 def data(bucket, monkeypatch):
-    """Yield (proxy, upload, URL of the data)."""
+    """Return (proxy, upload, URL of the data)."""
+    monkeypatch.setattr(ranges, "BLOCK", BLOCK)
     proxy, client, url = bucket
-    monkeypatch.setattr(bucket_files, "_HELD", held := {})
     name = url.split("/")[2]
 
     def upload(path, key):
         client.put_object(Bucket=name, Key=f"data/{key}", Body=Path(path).read_bytes())
 
-    yield proxy, upload, f"s3://{name}/data"
-    for handle in held.values():
-        os.close(handle)
-
-
-def release(held):
-    for handle in held.values():
-        os.close(handle)
-    held.clear()
+    return proxy, upload, f"s3://{name}/data"
 
 
 def write_files(folder):
     texts = [f"document {i} " * (1 + i % 7) for i in range(200)]
     tokenizer = make_byte_tokenizer()
-    tokens = [tokenizer.encode(text) for text in texts]
+    tokens = [np.array(tokenizer.encode(text)) for text in texts]
     write_corpus(folder / "web.tokens", tokens, vocab_size=tokenizer.vocab_size)
-    parquet = pytest.importorskip("pyarrow.parquet")
-    table = pytest.importorskip("pyarrow").table({"text": texts, "other": list(range(200))})
-    parquet.write_table(table, folder / "docs.parquet", row_group_size=32)
+    write_corpus(
+        folder / "scored.tokens",
+        [Sample(x, x % 3 > 0, {"p": np.sin(x), "k": np.stack([x, x], 1)}) for x in tokens],
+        columns={"p": Column("float32"), "k": Column("uint16", inner=(2,), of="token")},
+    )
+    (folder / "docs.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    np.save(folder / "raw.npy", np.concatenate(tokens).astype(np.int32))
+    pa = pytest.importorskip("pyarrow")
+    table = pa.table({"text": texts, "other": list(range(200))})
+    pytest.importorskip("pyarrow.parquet").write_table(
+        table, folder / "docs.parquet", row_group_size=32
+    )
+    with pa.ipc.new_file(folder / "docs.arrow", table.schema) as file:
+        file.write_table(table, max_chunksize=32)
     (folder / "web.tokenizer.json").write_text("{}")
 
 
@@ -64,25 +69,110 @@ def hashes(corpus):
     return [batch_hash(step.microbatches) for step in steps]
 
 
-@pytest.mark.parametrize("name", ["web.tokens", "docs.parquet"])
+FILES = ["web.tokens", "scored.tokens", "docs.parquet", "docs.arrow", "docs.jsonl", "raw.npy"]
+
+
+@pytest.mark.parametrize("name", FILES)
 def test_a_file_of_a_bucket_has_the_bits_of_the_file(data, tmp_path, name):
     proxy, upload, url = data
     write_files(tmp_path)
     upload(tmp_path / name, name)
-    local = open_corpora([tmp_path / name], tokenizer=make_byte_tokenizer())
-    remote = open_corpora([Path(f"{url}/{name}")], tokenizer=make_byte_tokenizer())
+    tokenizer = None if name == "scored.tokens" else make_byte_tokenizer()
+    local = open_corpora([tmp_path / name], tokenizer=tokenizer)
+    remote = open_corpora([Path(f"{url}/{name}")], tokenizer=tokenizer)
     assert [*local] == [*remote]
     (one,), (other,) = local.values(), remote.values()
-    assert fingerprint(one) == fingerprint(other)
+    assert (fingerprint(one), one.sources) == (fingerprint(other), other.sources)
     assert np.array_equal(one.tokens, other.tokens)
+    assert np.array_equal(count_document_labels(one), count_document_labels(other))
+    documents = zip(iterate_documents(one), iterate_documents(other), strict=True)
+    for mine, its in documents:
+        assert np.array_equal(getattr(mine, "tokens", mine), getattr(its, "tokens", its))
+        for column, values in (getattr(mine, "columns", None) or {}).items():
+            assert np.array_equal(values, its.columns[column])
     assert hashes(one) == hashes(other)
-    # Once in the cache it is not copied again, until the bucket has another.
+    # What is in the cache is not fetched again, until the bucket has another.
     del proxy.requests[:]
-    open_corpus(f"{url}/{name}", tokenizer=make_byte_tokenizer())
+    assert hashes(open_corpus(f"{url}/{name}", tokenizer=tokenizer)) == hashes(one)
     assert {method for method, _ in proxy.requests} == {"HEAD"}
 
 
-def test_a_folder_and_the_tokenizer_beside_a_token_file_are_fetched(data, tmp_path):
+def test_a_file_that_is_larger_than_the_cache_has_the_same_bits(data, tmp_path, monkeypatch):
+    proxy, upload, url = data
+    write_files(tmp_path)
+    upload(tmp_path / "scored.tokens", "scored.tokens")
+    bound = 5 * BLOCK
+    assert (tmp_path / "scored.tokens").stat().st_size > 4 * bound
+    monkeypatch.setenv("TRAINKIT_CACHE_BYTES", str(bound))
+    sizes = []
+    add = ranges._add_block
+
+    def watch(*args):
+        add(*args)
+        sizes.append(sum(x.stat().st_size for x in tmp_path.glob("cache/blocks/*/*")))
+
+    monkeypatch.setattr(ranges, "_add_block", watch)
+    remote = open_corpus(f"{url}/scored.tokens")
+    assert isinstance(remote.tokens, RangeArray)
+    assert hashes(remote) == hashes(open_corpus(tmp_path / "scored.tokens"))
+    assert BLOCK < max(sizes) <= bound
+    # A cache that has no room for a block is none.
+    monkeypatch.setenv("TRAINKIT_CACHE_BYTES", str(BLOCK - 1))
+    assert hashes(open_corpus(f"{url}/scored.tokens")) == hashes(remote)
+    monkeypatch.setenv("TRAINKIT_CACHE_BYTES", "10 GB")
+    del proxy.requests[:]
+    with pytest.raises(ConfigError, match="must be a number of bytes, got '10 GB'"):
+        mount_files(f"{url}/scored.tokens")
+    assert proxy.requests == []
+
+
+def test_what_was_read_least_recently_is_removed_first(data, tmp_path, monkeypatch):
+    proxy, upload, url = data
+    (tmp_path / "a.txt").write_bytes(b"".join(bytes([48 + i]) * BLOCK for i in range(6)))
+    upload(tmp_path / "a.txt", "a.txt")
+    monkeypatch.setenv("TRAINKIT_CACHE_BYTES", str(4 * BLOCK))
+    remote = find_object(mount_files(f"{url}/a.txt"))
+    for block in (0, 1, 2, 3, 0, 4, 0):
+        assert remote.read(block * BLOCK, 2) == bytes([48 + block]) * 2
+    left = sorted(int(path.name) for path in remote.folder.iterdir())
+    assert (0 in left, 1 in left, 4 in left) == (True, False, True)
+    # A block that was cut is fetched again.
+    (remote.folder / "00000004").write_bytes(b"4")
+    del proxy.requests[:]
+    assert remote.read(4 * BLOCK - 1, 3) == b"344"
+    assert remote.read(6 * BLOCK - 1, 99) == b"5"
+
+
+READER = f"""
+import sys
+from trainkit.buckets import find_object, mount_files, ranges
+ranges.BLOCK = {BLOCK}
+remote = find_object(mount_files(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.readline()
+print(hash(remote.read(0, remote.size)) == hash(open(sys.argv[2], "rb").read()))
+"""
+
+
+def test_processes_share_the_cache_and_fetch_each_block_once(data, tmp_path):
+    proxy, upload, url = data
+    (tmp_path / "a.txt").write_bytes(np.random.default_rng(0).bytes(32 * BLOCK + 5))
+    upload(tmp_path / "a.txt", "a.txt")
+    command = [sys.executable, "-c", READER, f"{url}/a.txt", str(tmp_path / "a.txt")]
+    readers = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for reader in readers:
+        assert reader.stdout.readline() == "ready\n"
+    for reader in readers:
+        reader.stdin.write("\n")
+        reader.stdin.flush()
+    assert [reader.communicate(timeout=120)[0] for reader in readers] == ["True\n"] * 2
+    assert len([method for method, _ in proxy.requests if method == "GET"]) == 33
+
+
+def test_a_folder_and_the_tokenizer_beside_a_token_file_are_found(data, tmp_path):
     _, upload, url = data
     write_files(tmp_path)
     for name in ("a", "sub/b"):
@@ -95,43 +185,41 @@ def test_a_folder_and_the_tokenizer_beside_a_token_file_are_fetched(data, tmp_pa
     assert find_tokenizer(None, [Path(f"{url}/shards/a.tokens")]) == "bytes"
 
 
-def test_another_rank_reads_the_same_copy_while_this_one_does(data, tmp_path):
-    proxy, upload, url = data
-    (tmp_path / "a.txt").write_text("same")
-    upload(tmp_path / "a.txt", "a.txt")
-    local = fetch_files(f"{url}/a.txt")
-    del proxy.requests[:]
-    code = "import sys; from trainkit.buckets import fetch_files; print(fetch_files(sys.argv[1]))"
-    command = [sys.executable, "-c", code, f"{url}/a.txt"]
-    other = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert other.stdout.strip() == str(local)
-    assert {method for method, _ in proxy.requests} == {"HEAD"}
-    assert fetch_files(f"{url}/a.txt") == local
+def test_text_of_a_bucket_is_prepared_as_that_of_the_disk(data, tmp_path):
+    _, upload, url = data
+    write_files(tmp_path)
+    upload(tmp_path / "docs.parquet", "docs.parquet")
+    for source, out in ((tmp_path / "docs.parquet", "a"), (Path(f"{url}/docs.parquet"), "b")):
+        prepare_corpus(
+            source, tmp_path / f"{out}.tokens", tokenizer=make_byte_tokenizer(), workers=2
+        )
+    assert (tmp_path / "a.tokens").read_bytes() == (tmp_path / "b.tokens").read_bytes()
 
 
-def test_what_has_changed_in_the_bucket_is_fetched_anew(data, tmp_path):
+def test_what_has_changed_in_the_bucket_is_read_anew_and_not_in_the_middle(data, tmp_path):
     _, upload, url = data
     for text in ("first", "again"):  # of equal size
         (tmp_path / "a.txt").write_text(text)
         upload(tmp_path / "a.txt", "a.txt")
-        assert fetch_files(f"{url}/a.txt").read_text() == text
+        remote = find_object(mount_files(f"{url}/a.txt"))
+        if text == "first":
+            first = remote
+            continue
+        assert remote.read(0, 9) == b"again"
+    with pytest.raises(DataError, match=f"{url}/a.txt was replaced while it was read"):
+        first.read(0, 9)
 
 
-def test_the_cache_has_a_bound(data, tmp_path, monkeypatch):
+def test_an_object_that_is_gone_is_said_and_what_is_cached_stays(data, tmp_path, bucket):
     _, upload, url = data
-    monkeypatch.setenv("TRAINKIT_CACHE_BYTES", "3000")
-    for name in "abc":
-        (tmp_path / name).write_bytes(name.encode() * 1000)
-        upload(tmp_path / name, f"{name}.txt")
-    first, second = (fetch_files(f"{url}/{name}.txt") for name in "ab")
-    with pytest.raises(ConfigError, match=r"c\.txt has 1000 bytes; the cache may hold 3000, and 2"):
-        fetch_files(f"{url}/c.txt")
-    release(bucket_files._HELD)  # this process has ended
-    third = fetch_files(f"{url}/c.txt")
-    assert [path.exists() for path in (first, second, third)] == [False, True, True]
-    monkeypatch.setenv("TRAINKIT_CACHE_BYTES", "10 GB")
-    with pytest.raises(ConfigError, match="must be a number of bytes, got '10 GB'"):
-        fetch_files(f"{url}/a.txt")
+    (tmp_path / "a.txt").write_bytes(b"a" * 2 * BLOCK)
+    upload(tmp_path / "a.txt", "a.txt")
+    remote = find_object(mount_files(f"{url}/a.txt"))
+    assert remote.read(0, 1) == b"a"
+    bucket[1].delete_object(Bucket=url.split("/")[2], Key="data/a.txt")
+    assert remote.read(0, 1) == b"a"
+    with pytest.raises(DataError, match=f"{url}/a.txt was deleted"):
+        remote.read(BLOCK, 1)
 
 
 def test_a_url_of_nothing_is_refused_and_no_secret_is_in_the_cache(data, tmp_path):
@@ -140,7 +228,7 @@ def test_a_url_of_nothing_is_refused_and_no_secret_is_in_the_cache(data, tmp_pat
         open_corpora([Path(f"{url}/no.txt")])
     (tmp_path / "a.txt").write_text("a")
     upload(tmp_path / "a.txt", "a.txt")
-    fetch_files(f"{url}/a.txt")
+    open_corpus(f"{url}/a.txt")
     files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-    assert files
+    assert len(files) > 3
     assert not [path for path in files if {KEY, SECRET} & {*path.read_text().split('"')}]

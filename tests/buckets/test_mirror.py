@@ -11,10 +11,18 @@ from pathlib import Path
 import pytest
 from bucket_server import KEY, SECRET, error_body, wait_until
 
+from trainkit.__main__ import main
 from trainkit.buckets import cache_folder, get_bytes, list_files, open_store, put_bytes
 from trainkit.types import ConfigError
+from trainkit.weights.checkpoint import find_initial_weights
 from trainkit.weights.checkpoint import mirror as mirrors
-from trainkit.weights.checkpoint.bucket_runs import fetch_request, fetch_run, list_remote
+from trainkit.weights.checkpoint.bucket_runs import (
+    fetch_lines,
+    fetch_model,
+    fetch_request,
+    fetch_run,
+    list_remote,
+)
 from trainkit.weights.checkpoint.manifest import (
     MANIFEST,
     clear_directory,
@@ -106,8 +114,11 @@ def test_retention_holds_on_both_sides(run):
             wait_until(lambda step=step: f"step_0000000{step}" in names(store))
     assert names(store) == ["step_00000004", "step_00000003", "step_00000001"]
     assert not any("step_00000002" in key for key in list_files(store))
-    put_bytes(store, "checkpoints/step_00000001.pin", b"")
-    shutil.rmtree(folder / "checkpoints" / "step_00000001")  # the disk may hold fewer
+    (folder / "checkpoints" / "step_00000001.pin").touch()
+    with mirror_of(run, [], retention=Retention(last=2)):
+        pass
+    shutil.rmtree(folder / "checkpoints")  # as on another machine
+    save(folder, 4, score=5.0)
     with mirror_of(run, [], retention=Retention(last=2)):
         pass
     assert names(store) == ["step_00000004", "step_00000003", "step_00000001"]
@@ -261,7 +272,7 @@ def test_kill_9_while_mirroring_leaves_no_half_checkpoint(run, bucket, hangs_at)
 
 
 def test_a_damaged_part_is_skipped_as_a_local_one_is(run, bucket):
-    folder, store, _ = run
+    folder, store, proxy = run
     _, _, url = bucket
     with mirror_of(run, []):
         for step in (1, 2):
@@ -275,6 +286,14 @@ def test_a_damaged_part_is_skipped_as_a_local_one_is(run, bucket):
     assert [bool(verify_checkpoint(path)) for path in paths] == [True, False]
     damage = "step_00000002 is damaged: rank_00001.safetensors does not match its sha256"
     assert [x for x in messages if damage in x]
+    # It is not fetched again, until the bucket has another.
+    del proxy.requests[:]
+    fetch_run(url, log=messages.append)
+    assert not [path for _, path in proxy.requests if path.endswith(".safetensors")]
+    assert messages[-1].endswith("step_00000002 is damaged, as when it was fetched before")
+    put_bytes(store, key, get_bytes(store, key)[:-1] + b"\x01")
+    fetch_run(url, log=messages.append)
+    assert verify_checkpoint(list_checkpoints(folder / "checkpoints")[0]) == []
 
 
 def test_one_that_is_damaged_here_is_replaced_by_that_of_the_bucket(run, bucket):
@@ -376,3 +395,63 @@ def test_no_credentials_are_written(run):
     assert messages
     assert not [text for text in texts if KEY in text or SECRET in text]
     assert os.environ["AWS_SECRET_ACCESS_KEY"] == SECRET
+
+
+def test_a_model_and_the_lines_of_a_run_are_taken_by_their_urls(run, bucket, tmp_path, capfd):
+    folder, _, proxy = run
+    _, _, url = bucket
+    identity = get_run_id(folder)
+    with mirror_of(run, []):
+        save(folder, 1)
+    shutil.rmtree(folder)
+    assert fetch_lines(url).joinpath("metrics.jsonl").read_text() == '{"step":1}\n'
+    assert not folder.exists()
+    assert fetch_model(f"{url}/checkpoints/step_00000001").name == "step_00000001"
+    assert fetch_model(Path(url)) == folder
+    assert get_run_id(folder) == identity
+    store = open_store(f"{url}/model")
+    for name in ("config.json", "sub/a.safetensors"):
+        put_bytes(store, name, b"{}")
+    model = fetch_model(f"{url}/model")
+    assert sorted(x.name for x in model.rglob("*.*")) == ["a.safetensors", "config.json"]
+    assert find_initial_weights(f"{url}/model", run_dir=tmp_path / "new").source == model
+    del proxy.requests[:]
+    assert fetch_model(f"{url}/model") == model
+    assert {method for method, _ in proxy.requests} == {"GET"}  # a list
+    with pytest.raises(ConfigError, match="there is no run and no Hugging Face folder at"):
+        fetch_model(f"{url}/model/sub")
+    with pytest.raises(ConfigError, match="there is no run at"):
+        fetch_lines(f"{url}/model")
+    main(["diff", url, url])
+    assert '"common": 0' in capfd.readouterr().out
+    assert main(["checkpoint", "ls", url]) == 64
+    assert "takes paths of this machine" in "".join(capfd.readouterr())
+
+
+def test_a_failure_waits_longer_each_time_and_is_said_once_a_minute(run, monkeypatch):
+    """With a clock of its own: the bucket is gone in the middle of a run, for three minutes."""
+    folder, store, proxy = run
+    now, waits, warned = [0.0], [], []
+    mirror = mirrors.Mirror(
+        folder=folder, store=store, log=lambda text: warned.append((now[0], text)), event=None
+    )
+    save(folder, 1)
+
+    def wait(seconds):
+        waits.append(seconds)
+        now[0] += seconds
+        if now[0] > 180:
+            proxy.fail = lambda *_: None
+        if now[0] > 250:
+            mirror._closing.set()
+
+    monkeypatch.setattr(mirrors.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(mirror._closing, "wait", wait)
+    proxy.fail = lambda *_: (404, error_body("NoSuchBucket"))
+    mirror._run()
+    assert waits[:8] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+    (*failures, (_, recovered)) = warned
+    assert [when for when, _ in failures] == [0.0, 63.0, 123.0]
+    assert all("there is no bucket test-" in text for _, text in failures)
+    assert recovered.endswith("has everything again")
+    assert names(store) == ["step_00000001"]

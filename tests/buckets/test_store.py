@@ -163,8 +163,24 @@ def test_a_url_is_known_where_a_flag_has_made_a_path_of_it(monkeypatch, tmp_path
     assert find_url(Path("s3://bucket") / "hard") == "s3://bucket/hard"
     assert find_url("s3://bucket/run/") == "s3://bucket/run"
     assert find_url("s3:///bucket/run") == find_url(Path("s3:///bucket/run")) == "s3://bucket/run"
-    assert [find_url(x) for x in ("runs/a", "/s3/b", "s3", "https://x/y")] == [None] * 4
+    assert [find_url(x) for x in ("runs/a", "/s3/b", "s3", "a/s3:/b")] == [None] * 4
     monkeypatch.setenv("TRAINKIT_CACHE", str(tmp_path))
     assert cache_folder("runs", "s3://bucket/a/b") == tmp_path / "runs/s3/bucket/a/b"
     with pytest.raises(ConfigError, match="an empty part, or one of dots"):
         find_url("s3://bucket/../other")
+
+
+@pytest.mark.parametrize(
+    ("url", "want"),
+    [
+        ("S3://bucket/run", "write s3://,"),
+        ("gcs://bucket/run", "write gs://,"),
+        ("azure://bucket/run", "write az://,"),
+        ("https://server/bucket", "write s3://, gs:// or az://,"),
+    ],
+)
+def test_another_name_of_a_bucket_becomes_no_folder(url, want):
+    for form in (url, Path(url)):
+        with pytest.raises(ConfigError, match="is no name of a bucket here") as caught:
+            find_url(form)
+        assert caught.value.hint.startswith(want)

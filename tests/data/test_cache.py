@@ -617,6 +617,17 @@ def test_what_is_being_made_is_not_taken_for_dead(tmp_path, monkeypatch, make, m
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
+def test_a_device_is_not_replaced_by_a_file(tmp_path):
+    """The null device, by another name: a rename over it would succeed as root."""
+    (tmp_path / "null").symlink_to("/dev/null")
+    with (
+        pytest.raises(DiskError, match=r"test: .*null is a device, .*: write to another path"),
+        files.atomic_write(tmp_path / "null", by="test"),
+    ):
+        pytest.fail("the work is done before it is refused")
+    assert [path.name for path in tmp_path.iterdir()] == ["null"]
+
+
 def on_ranks(folder):
     """Return, by the name of a case, what this rank saw."""
     axis = axis_from_group(dist.group.WORLD)

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from operators import OperatorMode
 from safetensors.torch import load, save
 from torch.utils._pytree import tree_map
@@ -13,6 +12,7 @@ from torch.utils._pytree import tree_map
 import trainkit as tk
 from trainkit import metrics
 from trainkit.tools.testing import run_ranks
+from trainkit.tools.testing.ledger import count_collectives
 from trainkit.types import SOLO, CheckpointError, Share
 
 NAN = math.nan
@@ -190,22 +190,15 @@ def test_no_update_waits_for_the_device_or_computes_on_the_host():
 
 
 def counted():
-    """Return the number of all-reduces of three metrics, and what an exchange in flight gives."""
+    """Return the collectives of a merge of everything, and what an exchange in flight gives."""
     with tk.parallel_session() as ps:
-        axis, calls, all_reduce = ps.loss, [], dist.all_reduce
-
-        def count(x, *args, **options):
-            calls.append(len(x))
-            return all_reduce(x, *args, **options)
-
-        dist.all_reduce = count
-        numbers = []
-        makers = (metrics.make_auroc, metrics.make_max, make_everything)
-        for metric in [make() for make in makers]:
-            calls.clear()
-            metrics.merge_over_ranks(metric, metric.init(), axis)
-            numbers.append(len(calls))
-        dist.all_reduce = all_reduce
+        axis = ps.loss
+        everything = {"others": make_everything(), "smooth": metrics.make_ema(0.5)}
+        metric = metrics.compose_metrics(everything)
+        ledger = count_collectives(
+            lambda: metrics.merge_over_ranks(metric, metric.init(), axis), ps
+        )
+        calls = [(row.kind, row.count) for row in ledger.rows]
 
         metric = metrics.compose_metrics({"sum": metrics.make_sum(), "max": metrics.make_max()})
         x = torch.tensor([1.0, 2.0])[axis.index : axis.index + 1]
@@ -229,12 +222,12 @@ def counted():
         together = smooth.compute(metrics.merge_over_ranks(smooth, own, axis)).item()
         idle = own if axis.index else smooth.init()
         one = smooth.compute(metrics.merge_over_ranks(smooth, idle, axis)).item()
-        return numbers, values, extremes, (together, one)
+        return calls, values, extremes, (together, one)
 
 
-def test_one_packed_all_reduce_for_sums_and_one_for_extremes_in_flight_and_with_nan():
-    for numbers, values, extremes, averages in run_ranks(counted, 2):
-        assert numbers == [1, 2, 2]
+def test_all_metrics_merge_in_one_packed_all_reduce_in_flight_and_with_nan():
+    for calls, values, extremes, averages in run_ranks(counted, 2):
+        assert calls == [("all_reduce", 1)]
         assert values == [{"sum": 30, "max": 20}, {"sum": 3, "max": 2}, {"sum": 3, "max": 2}]
         assert extremes == pytest.approx([NAN, NAN, 2], nan_ok=True)
         # 6 on one rank and 12 on the other; the average of 6 and 12 is 9.

@@ -76,14 +76,14 @@ def flags_of(base, chats):
 def whole(flags_of, tmp_path_factory):
     """Return the directory of a run of 4 steps on a slow device, and what it printed."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    fetch = step_metrics.to_host
+    fetch = step_metrics._read_values
 
     def when_done(values):
         time.sleep(DEVICE)
         return fetch(values)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_metrics, "to_host", when_done)
+        patch.setattr(step_metrics, "_read_values", when_done)
         code, printed = here(flags_of(out, 4), "finetune")
     assert code == 0, printed
     return out, printed

@@ -8,9 +8,11 @@ import io
 import json
 import locale
 import logging
+import math
 import multiprocessing
 import os
 import random
+import re
 import resource
 import signal
 import sys
@@ -210,22 +212,40 @@ def flags_of(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_leaves_the_process_of_another_as_it_was(recipe, flags_of, tmp_path):
-    """Twice, for what the first call alone may do: import, and register what it has imported.
+@attrs.frozen
+class Twice:
+    """Two runs of a recipe, the second with a peak, and this process around the second."""
 
-    Both calls have the same numbers.
-    """
-    code, first = call(recipe, flags_of(recipe, tmp_path / "first"))
-    assert code == 0
+    recipe: str
+    out: Path
+    printed: list[str]
+    before: dict
+    after: dict
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def twice(request, flags_of, tmp_path_factory):
+    """Return both runs: the first call alone may import, and register what it has imported."""
+    out, recipe = tmp_path_factory.mktemp(request.param), request.param
+    first = call(recipe, flags_of(recipe, out / "first"))
     before = describe_process()
-    code, second = call(recipe, flags_of(recipe, tmp_path / "second"))
-    assert code == 0
-    assert_unchanged(before, describe_process())
-    if recipe == "evaluate":
-        first, second = ((tmp_path / x / "results.json").read_text() for x in ("first", "second"))
-    elif recipe != "generate":
-        first, second = (bits_of(tmp_path / x) for x in ("first", "second"))
+    peak = ["--peak-flops", 1e11] if recipe in (*TRAINING, "reinforce") else []
+    second = call(recipe, [*flags_of(recipe, out / "second"), *peak])
+    assert (first[0], second[0]) == (0, 0)
+    return Twice(recipe, out, [first[1], second[1]], before, describe_process())
+
+
+def test_a_recipe_leaves_the_process_of_another_as_it_was(twice):
+    assert_unchanged(twice.before, twice.after)
+
+
+def test_both_calls_have_the_same_numbers(twice):
+    if twice.recipe == "generate":
+        first, second = twice.printed
+    elif twice.recipe == "evaluate":
+        first, second = ((twice.out / x / "results.json").read_text() for x in ("first", "second"))
+    else:
+        first, second = (bits_of(twice.out / x) for x in ("first", "second"))
     assert first == second
     assert first
 
@@ -233,18 +253,52 @@ def test_a_recipe_leaves_the_process_of_another_as_it_was(recipe, flags_of, tmp_
 def bits_of(out):
     """Return of each line what every layout and every start must repeat."""
     return [
-        {name: x for name, x in line.items() if name.endswith(("_hex", "_hash", "_total"))}
+        {name: x for name, x in line.items() if name.endswith(("loss_hex", "norm_hex", "_hash"))}
         for line in lines(out)
     ]
 
 
-def test_what_flags_set_in_torch_is_put_back(flags_of, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)  # --deterministic turns it off
-    asked = "--deterministic --matmul high --profile 1:1 --anomaly --layers-every 1"
-    call("pretrain", flags_of("pretrain", tmp_path / "first"))
-    before = describe_process()
-    assert call("pretrain", [*flags_of("pretrain", tmp_path / "run"), *asked.split()])[0] == 0
-    assert_unchanged(before, describe_process())
+TOTALS = (
+    "time by phase: |.* tokens, .* in the loss, of .*padding|tokens by corpus: |memory: at most"
+)
+NAMED = ("pretrain", "mixture", "moe", "distill")  # whose corpora have names
+
+
+def test_every_recipe_that_trains_has_what_a_step_costs(twice):
+    if twice.recipe not in (*TRAINING, "reinforce"):
+        return
+    first, second = (lines(twice.out / name) for name in ("first", "second"))
+    for line in (*first, *second):
+        seconds = line["seconds"]
+        assert line["tokens_per_second"] == line["tokens_processed"] / seconds
+        assert line["trained_tokens_per_second"] == line["tokens"] / seconds
+        assert line["documents_per_second"] == line["documents"] / seconds
+        assert 0 < line["tokens"] <= line["tokens_processed"]
+        assert 0 < line["documents"] <= line["tokens_processed"]
+        assert 0 <= line["padding"] < 1
+        assert line["memory_rank"] == 0
+        assert 0 < line["memory"] <= line["memory_peak"]
+        rows, tokens = (
+            {name.removeprefix(kind): x for name, x in line.items() if name.startswith(kind)}
+            for kind in ("rows/", "tokens/")
+        )
+        assert rows.keys() == tokens.keys()
+        assert bool(rows) == (twice.recipe in NAMED)
+        assert sum(tokens.values()) == (line["tokens_processed"] if rows else 0)
+        is_per_token = twice.recipe != "preference" and "clipped" not in line
+        assert line.get("perplexity") == (
+            pytest.approx(math.exp(min(line["loss"], 20.0))) if is_per_token else None
+        )
+    for printed in twice.printed:
+        found = [x for x in printed.splitlines() if re.match(f"{TOTALS}", x)]
+        assert len(found) >= (4 if twice.recipe in NAMED else 3)
+        assert max(map(len, found)) <= 80
+    assert "mfu" not in first[0]
+    # Distillation trains a twin too, a run of its own.
+    runs = 2 if twice.recipe == "distill" else 1
+    assert twice.printed[0].count("no mfu: the peak of this processor is not known") == runs
+    assert "no mfu" not in twice.printed[1]
+    assert all(0 < line["mfu"] <= line["hfu"] for line in second)
 
 
 KEPT = ("signal handlers", "wake-up", "timer", "hooks", "faulthandler", "garbage", "environment")

@@ -106,6 +106,18 @@ def test_a_run_leaves_what_the_design_says(whole):
     assert str(out) in printed
 
 
+def kinds_of(text):
+    """Return the lines that a run prints before its first step, without numbers and names."""
+    head = text.replace("\n  ", " ").partition("step 1/")[0].splitlines()
+    return {re.sub(r"[\d,.]+|(?<=reading ).*", "#", line) for line in head}
+
+
+def test_the_tutorial_shows_every_line_that_a_run_begins_with(whole):
+    page = (recipe_runs.RECIPES.parent / "docs/tutorial/first-run.md").read_text()
+    sample = page.partition("$ python recipes/pretrain.py --steps 20")[2]
+    assert kinds_of(whole[1]) - kinds_of(sample) == set()
+
+
 def default_rate(step):
     """Return the rate of a step in all of these runs."""
     peak = load("pretrain").Config().optim.lr

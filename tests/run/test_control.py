@@ -119,9 +119,9 @@ def test_each_request_is_carried_out_answered_and_recorded(tmp_path):
     assert by_name["sample"][2] == "the sample is in events.jsonl and in the output of the run"
     assert by_name["sample"][1] in [x["step"] for x in events(tmp_path / "run", "sample")]
     first = by_name["log-every"][1] + 1
-    assert by_name["log-every"][2].startswith(f"from step {first} on the metrics of 3 steps")
+    assert by_name["log-every"][2] == f"--log-every is 3 from step {first} on"
     begin = by_name["profile"][1] + 1
-    assert by_name["profile"][2].startswith(f"steps {begin} to {begin + 8} are profiled; traces ")
+    assert by_name["profile"][2].startswith(f"the profile of steps {begin} to {begin + 8} will be ")
     (profiled,) = events(tmp_path / "run", "profile")
     assert (profiled["first"], Path(profiled["path"]).is_dir()) == (begin, True)
     assert by_name["profile"][2].endswith(f"will be in {profiled['path']}")
@@ -175,7 +175,7 @@ def test_a_second_profile_is_refused_until_the_first_has_ended(tmp_path):
     script = [("profile", 10**6), ("profile", 1), ("stop",)]
     _, answers = steer(tmp_path, script, partial(train, tmp_path))
     assert [x[1] for x in answers] == ["done", "ConfigError", "done"]
-    assert "profile was refused: steps " in answers[1][3]
+    assert "profile was refused: the profile of steps " in answers[1][3]
 
 
 def test_what_nothing_carries_out_is_refused(tmp_path):
@@ -324,10 +324,23 @@ def write(folder, name, number=0, *, argument=None, run=None):
     ("name", "argument", "message"),
     [
         ("sve", None, "there is no request 'sve'; there are save, stop, abort, evaluate, sample, "),
-        ("save", 3, "save takes no number, got 3"),
-        ("profile", None, "profile takes a number of steps above 0, got None"),
-        ("log-every", 0, "log-every takes a number of steps above 0, got 0"),
-        ("log-every", 1 << 40, "log-every takes a number of steps above 0, got 1099511627776"),
+        ("save", 3, "save takes no number, got 3; write python -m trainkit control RUN save"),
+        *(
+            (
+                name,
+                argument,
+                f"{name} needs a whole number of steps, from 1 to 2147483647, got {given}; write",
+            )
+            for name in ("profile", "log-every")
+            for argument, given in (
+                (None, "no number"),
+                (0, "0"),
+                (-3, "-3"),
+                ("x", "'x'"),
+                (1.5, "'1.5'"),
+                (1 << 40, "1099511627776"),
+            )
+        ),
     ],
 )
 def test_a_request_that_is_none_is_refused_before_anything_is_written(
@@ -549,6 +562,7 @@ def test_what_comes_too_late_is_refused_when_the_run_ends(tmp_path):
         {"name": "rm"},
         {"name": ["save"]},
         {"argument": 2.5, "name": "log-every"},
+        {"argument": True, "name": "log-every"},
         {"argument": 10**30, "name": "log-every"},
         {"by": "\x1b[31mann"},
         {"id": "../../x"},

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from recipe_runs import column, error_of, here
 
+from trainkit.models import Decoder
 from trainkit.phases import measure_phase, record_phases
 from trainkit.run.find_nan import find_first_nan
 from trainkit.types import NumericsError
@@ -66,3 +68,43 @@ def test_evaluations_and_samples_are_not_watched():
             _ = x / x
         with pytest.raises(NumericsError), measure_phase("forward"):
             _ = x / x
+
+
+# ------------------------------------------------------------------------------------- in a recipe
+
+
+class _Divide(torch.autograd.Function):
+    """Gives what it gets, and 0 / 0 in the backward pass."""
+
+    @staticmethod
+    def forward(_ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx, gradient):
+        return gradient * 0 / 0
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in")
+@pytest.mark.parametrize("spoil", [lambda x: x * 0 / 0, _Divide.apply], ids=["forward", "backward"])
+def test_a_recipe_names_the_step_of_the_nan(spoil, tmp_path, monkeypatch):
+    passes, forward = [], Decoder.forward
+
+    def spoil_fourth(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        passes.append(torch.is_grad_enabled())
+        if passes.count(True) != 4:  # one for each step
+            return output
+        return output._replace(hidden=spoil(output.hidden))
+
+    monkeypatch.setattr(Decoder, "forward", spoil_fourth)
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("a line of text\n" * 200)
+    flags = f"--data {corpus} --out {tmp_path / 'run'} --cache None --row-length 32 --rows 2"
+    flags += " --microbatch 2 --steps 6 --eval-every 0 --anomaly"
+    code, output = here(flags.split(), layers=1)
+    error = error_of(output)
+    assert (code, error["step"]) == (67, 4), output
+    assert error["what"].startswith("find_first_nan: in step 4 aten.div.Tensor makes ")
+    assert column(tmp_path / "run", "step") == [1, 2, 3]
+    assert "(in phase 'step 4')" in (tmp_path / "run/ranks/failure.json").read_text()

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import threading
 import weakref
 
 import attrs
@@ -11,6 +12,7 @@ import torch
 import trainkit as tk
 from trainkit import losses, models
 from trainkit.batch import make_padding_batch
+from trainkit.phases import record_phases
 from trainkit.run import Timeouts, collect_manually, open_run
 from trainkit.tools.testing import run_ranks
 
@@ -69,6 +71,18 @@ def test_collection_is_as_it_was_after_a_loop_however_it_ends(tmp_path, enabled)
         assert (inside, gc.isenabled()) == (False, enabled)
     finally:
         gc.enable()
+
+
+def test_collections_of_other_threads_are_no_phase():
+    with record_phases() as times, collect_manually():
+        other = threading.Thread(target=gc.collect)
+        other.start()
+        other.join()
+        assert set(times.read()) == {"other"}
+        gc.collect()
+        assert set(times.read()) == {"other", "garbage"}
+    gc.collect()
+    assert set(times.read()) == {"other"}
 
 
 def left_by_a_step():

@@ -1,8 +1,10 @@
 """Saves and evaluations by steps, tokens, seconds and epochs, after a resume and on all ranks."""
 
+import importlib
 import json
 import time
 import types
+from functools import partial
 
 import attrs
 import pytest
@@ -15,6 +17,7 @@ from recipe_runs import events
 from trainkit.mesh import solo_parallel
 from trainkit.run import Timeouts, intervals, open_run
 from trainkit.run.intervals import IntervalClock
+from trainkit.run.signals import open_step_vote
 from trainkit.schedules import Counters, Interval, is_interval_due, parse_interval
 from trainkit.tools.testing import run_ranks
 from trainkit.types import ConfigError, Cursor, StepBatch, TrainState
@@ -193,6 +196,35 @@ def test_a_resumed_run_does_the_same_after_the_same_steps(every, tmp_path):
     assert due == [step for step in EXPECTED[every] if step < 10 or every == "2epochs"]
 
 
+@pytest.fixture
+def four_seconds(monkeypatch):
+    """Let every step take 4 seconds by the clock that intervals go by."""
+    ticks = {"now": 1000.0}
+
+    def tick():
+        ticks["now"] += 4.0
+        return ticks["now"]
+
+    monkeypatch.setattr(intervals, "time", types.SimpleNamespace(monotonic=lambda: ticks["now"]))
+    # The package has a function of the file's name.
+    home = importlib.import_module("trainkit.run.open_run")
+    monkeypatch.setattr(home, "open_step_vote", partial(open_step_vote, clock=tick))
+
+
+@pytest.mark.usefixtures("four_seconds")
+@pytest.mark.parametrize("every", ["10s", "20-tokens", "0.5epochs"])
+def test_what_is_due_after_a_resume_is_what_was_due_without_it(every, tmp_path):
+    expected = EXPECTED.get(every, [4, 6, 9, 10])  # of 10 s: known a step after 12, 20 and 32 s
+    assert train(tmp_path / "whole", 10, save=every, evaluate=every) == expected
+    parts = train(tmp_path / "parts", 5, save=every, evaluate=every)
+    lines = (tmp_path / "parts/metrics.jsonl").read_text().splitlines()
+    text = "".join(f"{json.dumps(json.loads(line) | {'seconds': 4.0})}\n" for line in lines)
+    (tmp_path / "parts/metrics.jsonl").write_text(text)
+    parts += train(tmp_path / "parts", 10, save=every, evaluate=every)
+    assert parts == sorted({*expected, 5})  # and the last step of the first process
+    assert saved(tmp_path / "parts") == parts
+
+
 def test_an_interval_of_epochs_needs_their_length(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         train(tmp_path / "save", 3, save="2epochs", batches_per_epoch=None)
@@ -246,14 +278,14 @@ def due_at(clock, every, times):
 def test_seconds_count_from_the_steps_on_record(tmp_path):
     fresh = make_clock(tmp_path / "fresh")
     assert due_at(fresh, "10s", range(4, 44, 4)) == [4, 6, 9]  # passed at 12, 20 and 32
-    # 16 s of steps are on record up to step 2; a third was repeated.
+    # 16 s of steps are on record up to step 2, in which 10 were passed; a third was repeated.
     resumed = make_clock(tmp_path / "resumed", [9.0, 7.0, 103.0], step=2)
-    assert due_at(resumed, "10s", [1, 3, 5, 9, 13, 15, 16]) == [6, 9]  # 20 at 4 s, 30 at 14 s
+    assert due_at(resumed, "10s", [1, 3, 5, 9, 13, 15, 16]) == [3, 6, 9]  # 20 at 4 s, 30 at 14 s
 
 
 def test_a_clock_that_stands_before_the_start_takes_nothing_back(tmp_path):
     clock = make_clock(tmp_path, [10.5], step=1)
-    assert due_at(clock, "10s", [-5.0, -1.0, 1.0, 2.0, 9.6, 9.7]) == [7]
+    assert due_at(clock, "10s", [-5.0, -1.0, 1.0, 2.0, 9.6, 9.7]) == [2, 7]
 
 
 # ------------------------------------------------------------------------------------ the device

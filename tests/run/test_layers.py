@@ -1,5 +1,8 @@
 """Statistics by layer: every layout gives those of one process, and a run writes them."""
 
+import functools
+from collections import Counter
+
 import attrs
 import pytest
 import torch
@@ -16,6 +19,7 @@ from trainkit.run import Timeouts, open_run
 from trainkit.run.layers import measure_tensors, watch_layers
 from trainkit.run.sinks import LoggingOptions, read_jsonl
 from trainkit.tools.testing import run_ranks
+from trainkit.tools.testing.ledger import count_collectives
 from trainkit.types import Cursor, StepBatch
 
 TIMEOUTS = Timeouts(start_timeout=60.0)
@@ -129,8 +133,41 @@ LAYOUTS = {
 }
 
 
+def count_collectives_of_step(*, is_due):
+    """Return the number of collectives of a step that is measured or not, by axis and kind."""
+    model, text = attrs.evolve(CONFIG, vocab_size=32), corpus()
+    layout, found = Layout(rows_per_microbatch=1), []
+    with tk.parallel_session(dp_shard=2) as ps:
+        build = functools.partial(Decoder, model, head="hidden")
+        weights = init_weights(model, seed=0)
+        stages = tk.build_stages(build, ps, [fsdp()], weights=weights)
+        optimizer = torch.optim.SGD(tk.get_parameters(stages), lr=0.0)
+        bins = tk.pack_bins(text.lengths, CAPACITY, multiple_of=4)
+        batch = input_of(Cursor(), ps, layout, text=text, bins=bins)
+        run = tk.make_forward_backward(stages, next_token_linear)
+        with watch_layers(
+            stages,
+            optimizer,
+            is_due=lambda: is_due,
+            write=lambda *x: found.append(x),
+            axis=ps.world,
+        ) as finish:
+
+            def take():
+                run(batch.microbatches, denominator=torch.tensor(1.0))
+                tk.clip_and_step(stages, optimizer, lr=0.0, max_norm=1.0)
+                finish(batch.microbatches)
+
+            take()  # what is set up in a first step is not counted
+            found.clear()
+            ledger = count_collectives(take, ps)
+        assert len(found) == (4 if is_due else 0)
+        return Counter({(row.axis, row.kind): row.count for row in ledger.rows})
+
+
 def measure_all():
-    return {name: measure_activations(**case) for name, case in LAYOUTS.items()}
+    found = {name: measure_activations(**case) for name, case in LAYOUTS.items()}
+    return found | {is_due: count_collectives_of_step(is_due=is_due) for is_due in (False, True)}
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +202,13 @@ def test_every_layout_gives_the_activations_of_one_process(
     check_activations(first, activations_alone[LAYOUTS[layout].get("layers", 2)])
 
 
+def test_all_statistics_of_a_step_take_one_collective(activations_by_rank):
+    for found in activations_by_rank:  # the axis of all ranks is called by its only degree
+        assert found[False]["dp_shard", "all_gather"] > 0
+        assert found[True] - found[False] == Counter({("dp_shard", "all_gather"): 1})
+        assert not found[False] - found[True]
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize(
     "plan",
@@ -180,18 +224,33 @@ def test_recomputed_and_compiled_blocks_are_counted_once(plan, activations_alone
     check_activations(measure_activations(plan=plan), activations_alone[2])
 
 
-def test_a_model_that_is_compiled_as_a_whole_keeps_what_was_compiled():
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_model_that_is_compiled_as_a_whole_keeps_what_was_compiled(wrapped):
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.ReLU()])})
-    model.compile(backend="eager")
+    if wrapped:
+        model = torch.compile(model, backend="eager")
+    else:
+        model.compile(backend="eager")
     with watch_layers(
         model, torch.optim.SGD([torch.zeros(1)]), is_due=lambda: True, write=print
     ) as finish:
-        assert not model._forward_pre_hooks
-        assert not model._forward_hooks
+        assert not any(x._forward_pre_hooks or x._forward_hooks for x in model.modules())
         finish([])
 
 
-def test_the_zeros_and_nan_of_blocks_are_counted_and_padding_is_not():
+DOCUMENT_IDS = torch.tensor([[0, 0, -1]])
+
+
+@pytest.mark.parametrize(
+    ("batch", "rms", "nonfinite"),
+    [
+        ({"document_ids": DOCUMENT_IDS, "token_index": torch.arange(3)[None]}, 25 / 3, 1 / 4),
+        ({"token_index": torch.tensor([[5, 6, -1]])}, 25 / 3, 1 / 4),
+        ({"input_ids": torch.ones(1, 3)}, (25 + 2 * 81) / 5, 1 / 6),  # nothing says what is padding
+    ],
+    ids=["document_ids", "token_index", "neither"],
+)
+def test_the_zeros_and_nan_of_blocks_are_counted_and_padding_is_not(batch, rms, nonfinite):
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.ReLU()])})
     model.forward = lambda x: model["layers"][0](x)  # noqa: PLW0108 (a module: it has hooks)
     x = torch.tensor([[[3.0, -1.0], [torch.nan, 4.0], [9.0, 9.0]]])
@@ -204,13 +263,14 @@ def test_the_zeros_and_nan_of_blocks_are_counted_and_padding_is_not():
     ) as finish:
         model(x)
         model["layers"][0](2 * x)  # in no pass of the model, as a block that is recomputed
-        finish([{"document_ids": torch.tensor([[0, 0, -1]])}])
+        finish([batch])
     assert not model["layers"][0]._forward_hooks
     assert list(found) == ["activation"]
     found = found["activation"]
-    assert (found.names, found.largest) == (["layers.0"], [4.0])
-    assert found.rms == pytest.approx([(25 / 3) ** 0.5])
-    assert (found.zeros, found.nonfinite) == ([0.25], [0.25])
+    assert found.names == ["layers.0"]
+    assert found.largest == [9.0 if "input_ids" in batch else 4.0]
+    assert found.rms == pytest.approx([rms**0.5])
+    assert found.zeros == found.nonfinite == [pytest.approx(nonfinite)]
 
 
 # ------------------------------------------------------------------------------------- every tensor

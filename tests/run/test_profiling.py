@@ -1,8 +1,13 @@
 """Profiles: the steps that were asked for, a trace of each rank, and what is dear in it."""
 
+import contextlib
+import errno
 import gzip
+import itertools
 import json
+import re
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import attrs
@@ -13,10 +18,12 @@ from torch.autograd import DeviceType
 
 from trainkit.phases import measure_phase, record_phases
 from trainkit.run import Timeouts, open_run
+from trainkit.run.instruments import Instruments
 from trainkit.run.log import fold_lines
 from trainkit.run.profiling import measure_covered, profile, summarize_profile
-from trainkit.run.sinks import LoggingOptions
-from trainkit.types import ConfigError, Cursor, StepBatch
+from trainkit.run.sinks import LoggingOptions, read_jsonl
+from trainkit.tools.testing import run_ranks
+from trainkit.types import SOLO, ConfigError, Cursor, DiskError, StepBatch
 
 TIMEOUTS = Timeouts(start_timeout=60.0)
 
@@ -26,14 +33,14 @@ def read_trace(path):
         return json.load(file)["traceEvents"]
 
 
-def run_steps(folder, steps, *, asked, first=0):
-    """Take steps of a run that multiplies once in each; return what it printed into the trace."""
-    model = torch.nn.Linear(1, 1)
+def run_steps(folder, steps, *, asked, first=0, capture=None, layers_every=0):
+    """Take steps of a run that multiplies once in each."""
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters())
     metrics = {"loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "tokens": 1}
     with open_run(folder, timeouts=TIMEOUTS) as run:
         state = attrs.evolve(run.resume(model, optimizer), step=first)
-        logging = LoggingOptions(profile=asked)
+        logging = LoggingOptions(profile=asked, capture=capture, layers_every=layers_every)
         with run.loop(state, model, optimizer, steps=99, replay=None, logging=logging) as loop:
             for _ in range(steps):
                 state = attrs.evolve(state, step=state.step + 1)
@@ -139,6 +146,137 @@ def test_an_error_in_the_block_leaves_the_recorder_as_it_was(tmp_path):
         assert times.mark is None
 
 
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+@pytest.mark.parametrize("fails", [None, "block", "snapshot"])
+def test_the_memory_of_a_gpu_is_recorded_no_longer_than_the_block(fails, tmp_path, monkeypatch):
+    calls = []
+
+    def dump(path):
+        calls.append("dump")
+        if fails == "snapshot":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        Path(path).touch()
+
+    def record(enabled="all", *, max_entries=None):
+        calls.append("off" if enabled is None else f"{max_entries:,}")
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(str(device)))
+    error = {"block": KeyError, "snapshot": DiskError}.get(fails)
+    with (
+        pytest.raises(error) if error else contextlib.nullcontext(),
+        profile(tmp_path, device="cuda:0", report=lambda _: None),
+    ):
+        if fails == "block":
+            raise KeyError
+    within = [] if fails == "block" else ["cuda:0", "dump"]
+    assert calls == ["200,000", *within, "off"]
+    assert (tmp_path / "rank_00000.memory.pickle").exists() == (fails is None)
+
+
+# ----------------------------------------------------------------------------- it cannot be written
+
+
+def test_a_run_goes_on_without_what_it_cannot_write(tmp_path, capsys):
+    for name in ("profiles", "captures"):
+        (tmp_path / name).write_text("a file where the folder would be")
+    (tmp_path / "layers.jsonl").mkdir()
+    run_steps(tmp_path, 4, asked="2:3", capture="0", layers_every=1)
+    assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    found = [event["what"] for event in events(tmp_path, "warning")]
+    goes_on = "1 of 1 ranks could not write it, and training goes on; rank 0: "
+    for text, start, path in zip(
+        found,
+        (
+            "the statistics by layer are not written; ",
+            f"capture of 0 in step 1: {goes_on}",
+            f"profile of steps 2 to 3: {goes_on}",
+        ),
+        ("layers.jsonl", "captures/step_00000001/", "profiles/step_00000002/"),
+        strict=True,
+    ):
+        assert text.startswith(start)
+        assert f"cannot write {tmp_path / path}" in text
+        assert re.search(r"\((EISDIR|ENOTDIR)\)", text)
+    shown = capsys.readouterr()
+    assert [shown.err.count(f"warning: {text}") for text in found] == [1, 1, 1]
+    # What a profile shows is known all the same.
+    [event] = events(tmp_path, "profile")
+    assert (event["first"], event["step"], event["path"]) == (2, 3, None)
+    assert "profile of steps 2 to 3: " in shown.out
+    assert "a trace of each rank" not in shown.out
+    assert not events(tmp_path, "capture")
+
+
+def test_an_error_ends_the_run_also_where_its_profile_cannot_be_written(
+    tmp_path, monkeypatch, capsys
+):
+    asked = []
+
+    def fail(instruments, _):
+        if instruments.step == 2:
+            raise KeyError("the error")
+
+    def gather(value, axis):
+        asked.append(axis)
+        return [value]
+
+    monkeypatch.setattr(Instruments, "end_step", fail)
+    monkeypatch.setattr("trainkit.run.instruments.all_gather_objects", gather)
+    (tmp_path / "profiles").write_text("a file where the folder would be")
+    with pytest.raises(KeyError, match="the error"):
+        run_steps(tmp_path, 3, asked="1:9")
+    assert asked == [SOLO]  # not with other ranks, which may be gone
+    assert "warning: profile of step 1: 1 of 1 ranks could not write it" in capsys.readouterr().err
+    [event] = events(tmp_path, "profile")
+    assert (event["first"], event["step"]) == (1, 1)
+
+
+def test_a_trace_for_which_the_temporary_folder_has_no_room_is_not_written(tmp_path, monkeypatch):
+    def export_half(_, path):
+        Path(path).write_text('{"traceEvents": [{"ph": "X"')
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export_half)
+    with (
+        pytest.raises(DiskError, match=r"has no room for the trace \(ENOSPC\)"),
+        profile(tmp_path, report=lambda _: None),
+    ):
+        pass
+    assert [*tmp_path.iterdir()] == []
+
+
+def profile_on_ranks(folder):
+    for name in ("sound", "blocked"):
+        run_steps(folder / name, 4, asked="2:3", capture="0")
+
+
+def test_a_rank_that_cannot_write_is_named_and_no_rank_waits_for_it(tmp_path):
+    for path in (
+        "profiles/step_00000002/rank_00001.json.gz",
+        "captures/step_00000001/rank_00001.safetensors",
+    ):
+        (tmp_path / "blocked" / path).mkdir(parents=True)
+    run_ranks(profile_on_ranks, 2, tmp_path)
+
+    assert not events(tmp_path / "sound", "warning")
+    sound = tmp_path / "sound/profiles/step_00000002"
+    assert [count_products(sound / f"rank_{rank:05d}.json.gz") for rank in (0, 1)] == [2, 2]
+    blocked = tmp_path / "blocked"
+    assert [line["step"] for line in read_jsonl(blocked / "metrics.jsonl")] == [1, 2, 3, 4]
+    found = [event["what"] for event in events(blocked, "warning")]
+    assert len(found) == 2
+    for text, path in zip(found, ("captures", "profiles"), strict=True):
+        assert "1 of 2 ranks could not write it, and training goes on; rank 1: " in text
+        assert f"cannot write {blocked / path}" in text
+    assert count_products(blocked / "profiles/step_00000002/rank_00000.json.gz") == 2
+    [event] = events(blocked, "profile")
+    assert event["path"] is None
+
+
+# ------------------------------------------------------------------------------ what a trace shows
+
+
 def make_event(name, start, end, *, on="cpu", mark=False):
     microseconds = end - start
     return SimpleNamespace(
@@ -168,6 +306,35 @@ def test_on_a_gpu_kernels_count_and_gaps_between_them_are_idle():
         ("nccl", 1, pytest.approx(20e-6)),
     ]
     assert found.idle == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("kinds", [0, 3, 10, 14])
+def test_the_ten_most_expensive_operations_are_shown_or_all_if_there_are_fewer(kinds):
+    # Each for as many microseconds as its number, one after the other in the first half.
+    starts = itertools.accumulate(range(kinds), initial=0)
+    events = [make_event(f"op{n}", x, x + n) for n, x in zip(range(kinds), starts, strict=False)]
+    busy = sum(range(kinds))
+    found = summarize_profile(events, on="cpu", seconds=2e-6 * max(busy, 1))
+    names = [f"op{n}" for n in reversed(range(kinds))][:10]
+    assert [x.name for x in found.operations] == names
+    header, *rows = str(found).splitlines()
+    assert [row.split()[-1] for row in rows] == names
+    share = 0.5 if kinds else 1.0
+    assert found.idle == pytest.approx(share)
+    assert header.endswith(f"of which nothing computed on the cpu in {share:.1%}")
+
+
+def test_the_time_in_which_nothing_computes_is_that_of_a_pause(tmp_path):
+    found = []
+    with profile(tmp_path, report=found.append):
+        begin = time.perf_counter()
+        _ = torch.ones(8, 8) @ torch.ones(8, 8)
+        time.sleep(0.2)
+        _ = torch.ones(8, 8) @ torch.ones(8, 8)
+        took = time.perf_counter() - begin
+    [summary] = found
+    assert 0.2 <= summary.seconds <= took
+    assert summary.idle >= 0.2 / took
 
 
 def test_a_row_of_the_table_is_one_line_however_long_a_kernel_s_name():

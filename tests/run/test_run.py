@@ -1,6 +1,7 @@
 """What stands around a run is opened whole, and nothing of it is left."""
 
 import contextlib
+import gc
 import json
 import math
 import os
@@ -37,6 +38,7 @@ from trainkit.weights.checkpoint import (
     find_checkpoint,
     list_checkpoints,
     read_facts,
+    snapshot,
 )
 from trainkit.weights.checkpoint.initial_weights import InitialWeights
 from trainkit.weights.checkpoint.manifest import parse_step
@@ -235,6 +237,41 @@ def test_a_line_has_the_seconds_of_what_came_since_the_line_before(tmp_path):
     assert "seconds/evaluate" not in first  # it came after the line
     assert second["seconds/evaluate"] >= 0.05
     assert second["seconds/forward"] < second["time"] - first["time"]
+
+
+def test_a_pause_of_the_collector_in_a_step_and_a_slow_save_have_their_seconds(
+    tmp_path, monkeypatch
+):
+    copy, fsync = snapshot._copy, os.fsync
+    monkeypatch.setattr(snapshot, "_copy", lambda *each: (time.sleep(0.02), copy(*each))[1])
+    monkeypatch.setattr(os, "fsync", lambda handle: (time.sleep(0.02), fsync(handle))[1])
+
+    def pause(phase, _):
+        time.sleep(0.02 if phase == "start" else 0.0)
+
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    metrics = {"loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "tokens": 1}
+    with open_run(tmp_path, timeouts=TIMEOUTS) as run:
+        state = run.resume(model, optimizer)
+        with run.loop(state, model, optimizer, steps=3, replay=None) as loop:
+            gc.callbacks.append(pause)
+            for step in range(1, 4):
+                with measure_phase("forward"):
+                    if step == 2:
+                        gc.collect()
+                state = attrs.evolve(state, step=step)
+                state = loop.record(state, metrics, StepBatch([], Cursor(1)))
+                loop.checkpoint(state)
+            gc.callbacks.remove(pause)
+    assert [line.get("seconds/garbage", 0.0) >= 0.02 for line in lines(tmp_path)] == [
+        *(False, True, False)
+    ]
+    [save] = events(tmp_path, "save")
+    assert save["blocked"] >= 0.02
+    assert save["seconds"] >= save["blocked"] + 0.04  # of more than two files
+    times = [events(tmp_path, name)[0]["time"] for name in ("start", "save", "end")]
+    assert times == sorted(times)
 
 
 def test_what_the_watch_warned_of_becomes_an_event(tmp_path):

@@ -13,7 +13,6 @@ from trainkit.run import control_run, read_run_status
 from trainkit.run.compare_runs import compare_runs
 from trainkit.run.sinks import read_jsonl
 from trainkit.tools import report
-from trainkit.tools.report.summary import describe_state
 from trainkit.types import PeerError
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "what-is-my-run-doing.md"
@@ -175,5 +174,5 @@ def test_the_rank_and_the_place_of_a_stall_are_named(fault, words, ground, tmp_p
     assert (status.state, status.step) == ("died", 3)
     assert status.why.startswith("rank 1 (process ")
     assert words in status.why
-    assert words in describe_state(report.read_run(tmp_path))["text"]
+    assert words in report.describe_run(report.read_run(tmp_path))["state"]["text"]
     assert harness.living(job) == []

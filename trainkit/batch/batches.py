@@ -11,6 +11,8 @@ import attrs
 import numpy as np
 import torch
 
+from trainkit.batch.denominators import can_read_values
+from trainkit.batch.loops import sum_field_hashes
 from trainkit.batch.shards import each_tensor, spans_of_runs
 from trainkit.noise.counters import mix_bits_tensor, to_int64
 from trainkit.noise.hashing import GOLDEN, make_key
@@ -340,14 +342,10 @@ def count_documents(microbatches: Sequence[Mapping[str, Any]], *, halves: bool =
         (tensor(2), tensor(1))
     """
     _check_microbatches("count_documents", microbatches)
-
-    def count(batch: Mapping[str, Any]) -> Tensor:
-        ids = batch["document_ids"]
-        # Of a pair only the first document counts, which is in an even place.
-        is_first = (batch["position_ids"] == 0) & (ids >= 0)
-        return (is_first & (ids % 2 == 0) if halves else is_first).sum()
-
-    return functools.reduce(torch.add, map(count, microbatches))
+    ids = _join(microbatches, "document_ids")
+    is_first = (_join(microbatches, "position_ids") == 0) & (ids >= 0)
+    # Of a pair only the first document counts, which is in an even place.
+    return (is_first & (ids % 2 == 0) if halves else is_first).sum()
 
 
 def count_tokens(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
@@ -369,9 +367,7 @@ def count_tokens(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
         tensor(2)
     """
     _check_microbatches("count_tokens", microbatches)
-    return functools.reduce(
-        torch.add, [(batch["document_ids"] >= 0).sum() for batch in microbatches]
-    )
+    return (_join(microbatches, "document_ids") >= 0).sum()
 
 
 def to_device(batch: Batch, device: torch.device | str) -> Batch:
@@ -424,36 +420,56 @@ def batch_hash(microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
         tensor(0)
     """
     _check_microbatches("batch_hash", microbatches)
-    hashes = []
-    for batch in microbatches:
-        index = batch["token_index"] * to_int64(GOLDEN)
-        total = torch.zeros_like(index)
-        for name in ("input_ids", "labels", "position_ids"):
-            # The inner mix gives every place a key of its own, so that swapped values change the
-            # sum.
-            key = to_int64(make_key(name))
-            total += mix_bits_tensor(mix_bits_tensor(index + key) + batch[name])
-        # Any mapping serves as a batch, and only a `Batch` has `extra`.
-        for name in sorted(getattr(batch, "extra", {}).keys() - {*EXTRA_TENSORS}):
-            total += _hash_column(name, batch[name], batch["token_index"])
-        # Row padding has id -1 and is left out; alignment padding, -2 - n, belongs to a piece.
-        hashes.append(torch.where(batch["document_ids"] != -1, total, 0).sum())
-    return torch.stack(hashes).sum()
+    # All fields of all microbatches at once: a step launches few kernels, however it is split.
+    values = torch.stack([_join(microbatches, name) for name in _FIELDS])
+    index = _join(microbatches, "token_index")
+    document_ids = _join(microbatches, "document_ids")
+    if can_read_values(values):  # on a CPU one loop is five times as fast as the kernels
+        arrays = [x.numpy() for x in (values, index, document_ids)]
+        total = torch.tensor(to_int64(int(sum_field_hashes(_FIELD_KEYS, *arrays))))
+    else:
+        index = index * to_int64(GOLDEN)
+        places = torch.stack([index + to_int64(int(key)) for key in _FIELD_KEYS])
+        total = _sum_hashes(places, values, document_ids)
+    # Any mapping serves as a batch, and only a `Batch` has `extra`.
+    names = {name for batch in microbatches for name in getattr(batch, "extra", {})}
+    for name in sorted(names - {*EXTRA_TENSORS}):
+        total += _hash_column(name, [batch for batch in microbatches if name in batch])
+    return total
 
 
-def _hash_column(name: str, values: Tensor, token_index: Tensor) -> Tensor:
-    """Return the sum over the inner dimension of the hashes of values, int64 `[B, S]`."""
+_FIELDS = ("input_ids", "labels", "position_ids")
+_FIELD_KEYS = np.array([make_key(name) for name in _FIELDS], np.uint64)
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _hash_column(name: str, microbatches: Sequence[Mapping[str, Any]]) -> Tensor:
+    """Return the sum of the hashes of a column of `extra`."""
+    values = _join(microbatches, name)
     # The bits of a float are hashed, so that the hash sees every difference: 0.0 is not -0.0.
     bits = values.view(_BITS[values.dtype.itemsize]) if values.is_floating_point() else values
-    bits = bits.reshape(*token_index.shape, -1)
-    width = bits.shape[2]
+    # The inner dimension comes first, as the fields do above.
+    bits = bits.reshape(len(bits), -1).T
+    width = len(bits)
     # The index of a number among all numbers of the column in the global step.
-    index = token_index.unsqueeze(2) * width + torch.arange(width, device=bits.device)
-    index = index * to_int64(GOLDEN) + to_int64(make_key("column", name, width))
-    return mix_bits_tensor(mix_bits_tensor(index) + bits.long()).sum(2)
+    numbers = torch.arange(width, device=bits.device).unsqueeze(1)
+    places = (_join(microbatches, "token_index") * width + numbers) * to_int64(GOLDEN)
+    places += to_int64(make_key("column", name, width))
+    return _sum_hashes(places, bits.long(), _join(microbatches, "document_ids"))
 
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+def _sum_hashes(places: Tensor, values: Tensor, document_ids: Tensor) -> Tensor:
+    """Return the sum of the hashes of values `[N, tokens]` at their places, but for row padding."""
+    # The inner mix gives every place a key of its own, so that swapped values change the sum.
+    hashes = mix_bits_tensor(mix_bits_tensor(places).add_(values))
+    # Row padding has id -1; alignment padding, -2 - n, belongs to a piece.
+    return hashes.masked_fill_(document_ids == -1, 0).sum()
+
+
+def _join(microbatches: Sequence[Mapping[str, Any]], name: str) -> Tensor:
+    """Return a tensor of all microbatches, `[tokens, ...]`."""
+    parts = [batch[name].flatten(0, 1) for batch in microbatches]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def _check_microbatches(function: str, microbatches: Sequence[Mapping[str, Any]]) -> None:

@@ -188,18 +188,19 @@ def _write_rows(
 
 def _copy_tokens(fields: np.ndarray[Any, Any], corpus: Corpus, table: SpanTable) -> None:
     """Copy the tokens of spans into the ids and, one place to the left, into the labels."""
-    tokens, limit = _view_unsigned(corpus)
+    given, spans = _read_spans(corpus.tokens, table)
+    tokens, limit = _view_unsigned(given, corpus)
     ids, labels = fields[:2].reshape(2, -1)
-    if copy_spans(ids, labels, tokens, table) >= limit:
+    if copy_spans(ids, labels, tokens, spans) >= limit:
         # The loop finds only the largest token, as keeping the place of one would slow it.
-        sizes, documents, sources = table[[SIZE, DOCUMENT, SOURCE]].tolist()
+        sizes, documents, sources = spans[[SIZE, DOCUMENT, SOURCE]].tolist()
         span, offset = next(
             (span, int(wrong.argmax()))
             for span, (size, source) in enumerate(zip(sizes, sources, strict=True))
             if (wrong := tokens[source : source + size] >= limit).any()
         )
         document = documents[span]
-        index = sources[span] + offset
+        index = int(table[SOURCE, span]) + offset
         token = int(corpus.tokens[index])
         origin = _describe_source(corpus, document)
         raise DataError(
@@ -213,13 +214,27 @@ def _copy_tokens(fields: np.ndarray[Any, Any], corpus: Corpus, table: SpanTable)
     loss_mask = getattr(corpus, "loss_mask", None)
     if loss_mask is None:
         return
-    mask = np.asarray(loss_mask)
-    if mask.shape != np.shape(corpus.tokens) or mask.dtype not in (np.bool_, np.uint8):
+    mask, spans = _read_spans(loss_mask, table)
+    if np.shape(loss_mask) != np.shape(corpus.tokens) or mask.dtype not in (np.bool_, np.uint8):
         raise DataError(
             f"collate_bins: {_describe_source(corpus)}: loss_mask must be bool or uint8 for each "
-            f"of {len(corpus.tokens)} tokens, got {mask.dtype} {mask.shape}"
+            f"of {len(corpus.tokens)} tokens, got {mask.dtype} {np.shape(loss_mask)}"
         )
-    mask_labels(labels, _view_read_only(mask.view(np.uint8)), table)
+    mask_labels(labels, _view_read_only(mask.view(np.uint8)), spans)
+
+
+def _read_spans(array: Any, table: SpanTable) -> tuple[np.ndarray[Any, Any], SpanTable]:
+    """Return an array in memory, and the table of spans in it.
+
+    Of one that is read by ranges (`buckets.RangeArray`) it is the spans alone, in one call, so that
+    what is missing of all of them is fetched at the same time.
+    """
+    if not hasattr(array, "read_spans"):
+        return np.asarray(array), table
+    sizes = table[SIZE]
+    moved = table.copy()
+    moved[SOURCE] = np.cumsum(sizes) - sizes
+    return array.read_spans(table[SOURCE], sizes), moved
 
 
 def _split_by_part(corpus: Any, table: SpanTable) -> Iterator[tuple[Corpus, SpanTable]]:
@@ -282,12 +297,13 @@ def _copy_column(
     # Numbers that are widened are converted by the loop; others are copied as bits of their size,
     # so that the loop is compiled for few types.
     is_widened = column.dtype in _WIDER
-    source = values if is_widened else _view_bits(values)
+    array, spans = _read_spans(values, table)
+    source = array if is_widened else _view_bits(array)
     target = out if is_widened else _view_bits(out)
     copy_column(
         target.reshape(-1),
         _view_read_only(source.reshape(-1)),
-        table,
+        spans,
         column.width,
         int(column.of == "label"),
     )
@@ -298,12 +314,13 @@ def _view_bits(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return values.reshape(-1).view(f"i{values.dtype.itemsize}")
 
 
-def _view_unsigned(corpus: Corpus) -> tuple[np.ndarray[Any, Any], int]:
-    """View the tokens as unsigned integers; return them with the bound that they must be below.
+def _view_unsigned(
+    tokens: np.ndarray[Any, Any], corpus: Corpus
+) -> tuple[np.ndarray[Any, Any], int]:
+    """View tokens of a corpus as unsigned integers; return them with the bound of their values.
 
     A negative token then is a large one, so that one comparison finds both kinds of error.
     """
-    tokens = np.asarray(corpus.tokens)
     dtype = tokens.dtype
     if tokens.ndim != 1 or dtype.kind not in "iu" or not dtype.isnative:
         raise DataError(

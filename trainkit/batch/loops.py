@@ -1,14 +1,16 @@
-"""The compiled loops of `collate_bins`.
+"""The compiled loops of `collate_bins` and `batch_hash`.
 
 No loop reads or writes outside an array, whatever the bins hold.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from trainkit.noise.hashing import mix_bits
 from trainkit.noise.jit import jit
 from trainkit.types import IGNORED_LABEL
 
@@ -186,3 +188,18 @@ def copy_column(out: Any, values: Any, table: Any, width: int, shift: int) -> No
         source = values[first : first + size]
         for i in range(target.size):
             target[i] = source[i]
+
+
+@partial(jit, uses=(mix_bits,))
+def sum_field_hashes(keys: Any, values: Any, token_index: Any, document_ids: Any) -> np.uint64:
+    """Return the sum of the hashes of fields `[fields, tokens]`, but for row padding."""
+    total = np.uint64(0)
+    for field in range(keys.size):
+        for i in range(token_index.size):
+            # The constant is `GOLDEN`.
+            place = keys[field] + np.uint64(token_index[i]) * np.uint64(0x9E3779B97F4A7C15)
+            # The inner mix gives every place a key of its own, so that swapped values change the
+            # sum.
+            if document_ids[i] != -1:
+                total += mix_bits(mix_bits(place) + np.uint64(values[field, i]))
+    return total

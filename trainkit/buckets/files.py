@@ -1,4 +1,4 @@
-"""Files and folders of a bucket as files of this machine, in a cache of a bounded size."""
+"""Files and folders of a bucket under names of this machine; their bytes are read by ranges."""
 
 from __future__ import annotations
 
@@ -7,77 +7,107 @@ import fcntl
 import hashlib
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import orjson
 
+from trainkit.buckets.ranges import RemoteObject, read_bound
 from trainkit.buckets.store import get_file, list_objects, open_store
 from trainkit.buckets.urls import cache_home, find_url
-from trainkit.files import atomic_write, convert_disk_errors
-from trainkit.types import ConfigError, DataError, Log, log_info
+from trainkit.files import convert_disk_errors
+from trainkit.types import DataError, Log, log_info
 
-_GIB = 1 << 30
-_BYTES = 100 * _GIB  # of the cache, where TRAINKIT_CACHE_BYTES does not say
-_ENTRY = ".entry.json"
-# What this process reads: an entry that is locked is not removed for another one.
-_HELD: dict[str, int] = {}
+_RECORD = ".objects.json"
+# Tokenizers, and the sidecars of token files: libraries read them by their names.
+_COPIED = ".json"
 
 
-def fetch_files(path: str | Path, *, log: Log = log_info) -> Path:
-    """Return a local copy of a file or a folder of a bucket, of the same name.
+def mount_files(path: str | Path, *, log: Log = log_info) -> Path:
+    """Return a path of this machine that stands for a file or a folder of a bucket.
 
-    The copy is made by ranges, several at a time, and is used again as long as the bucket lists the
-    same objects: their names, sizes and ETags. The cache holds at most TRAINKIT_CACHE_BYTES bytes
-    (100 GiB): what was used least recently is removed, but nothing that a process reads.
+    Nothing is copied but files that end in `.json`. The others are small texts that say where their
+    bytes are: `find_object` finds these, and functions that open corpora read them by ranges. The
+    same objects (by name, size and ETag) have the same path.
 
     Args:
         path: A URL; or a path, which is returned as it is.
-        log: Called with what is copied.
+        log: Called with the URL when it is read for the first time on this machine.
 
     Raises:
         DataError: There is nothing at the URL.
-        ConfigError: It does not fit into the cache; or the bucket cannot be used.
+        ConfigError: The bucket cannot be used; or TRAINKIT_CACHE_BYTES is no number.
         DiskError: The server does not answer, or the disk is full.
 
     Effects:
-        Writes and deletes in the cache, one process of a machine at a time; holds a descriptor for
-        each URL until the process ends.
+        Writes into the cache; any number of processes may do so at a time.
 
     Examples:
-        >>> fetch_files("web.tokens")
+        >>> mount_files("web.tokens")
         PosixPath('web.tokens')
     """
     url = find_url(path)
     if url is None:
         return Path(path)
+    read_bound()  # before the first block is fetched
     root, _, name = url.rpartition("/")
     store = open_store(root)
     objects = list_objects(store, name)
     if not objects:
-        raise DataError(f"fetch_files: there is nothing at {url}", where=url)
-    cache = cache_home() / "files"
-    record = orjson.dumps({"url": url, "objects": objects}, option=orjson.OPT_SORT_KEYS)
-    # Other objects at the URL are another entry: a process may still read the old ones.
-    entry = cache / hashlib.sha256(record).hexdigest()[:16]
-    local = entry / name
-    with convert_disk_errors(entry, by="fetch_files"):
-        cache.mkdir(parents=True, exist_ok=True)
-        _hold(entry)
-    if (entry / _ENTRY).exists():
-        return local
-    with lock_folder(cache, by="fetch_files"):
-        if not (entry / _ENTRY).exists():  # else another process has fetched it meanwhile
-            size = sum(size for size, _ in objects.values())
-            shutil.rmtree(entry, ignore_errors=True)  # of a killed process
-            _make_room(cache, size, url)
-            log(f"fetching {url}, {size / 2**20:.1f} MiB, into {local}")
-            for key in objects:
-                (entry / key).parent.mkdir(parents=True, exist_ok=True)
-                get_file(store, key, entry / key)
-            with atomic_write(entry / _ENTRY, by="fetch_files") as file:
-                file.write(record)
-    return local
+        raise DataError(f"mount_files: there is nothing at {url}", where=url)
+    record = orjson.dumps({"url": root, "objects": objects}, option=orjson.OPT_SORT_KEYS)
+    home = _mounts()
+    # Other objects at the URL get another folder: a process may still read the old ones.
+    folder = home / hashlib.sha256(record).hexdigest()[:16]
+    if folder.exists():
+        return folder / name
+    total = sum(size for size, _ in objects.values())
+    log(f"reading {url} by ranges: {total / 2**20:.1f} MiB in {len(objects)} objects")
+    with convert_disk_errors(folder, by="mount_files"):
+        home.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(dir=home, prefix=".staging-"))
+        for key in objects:
+            file = staging / key
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if key.endswith(_COPIED):
+                get_file(store, key, file)
+            else:
+                file.write_text(f"The bytes of this file are in {root}/{key}.\n")
+        (staging / _RECORD).write_bytes(record)
+        try:
+            staging.rename(folder)
+        except OSError:  # another process was faster
+            shutil.rmtree(staging)
+            if not folder.exists():
+                raise
+    return folder / name
+
+
+def find_object(path: Path) -> RemoteObject | None:
+    """Return the object that a path of `mount_files` stands for; None for any other file.
+
+    Examples:
+        >>> find_object(Path("web.tokens")) is None
+        True
+    """
+    home = str(_mounts())
+    if path.suffix == _COPIED or not str(path).startswith(f"{home}/"):
+        return None
+    folder, _, key = str(path)[len(home) + 1 :].partition("/")
+    root, objects = _read_record(f"{home}/{folder}")
+    return RemoteObject(root, key, *objects[key]) if key in objects else None
+
+
+@lru_cache(maxsize=16)
+def _read_record(folder: str) -> tuple[str, dict[str, tuple[int, str]]]:
+    record = orjson.loads(Path(folder, _RECORD).read_bytes())
+    return record["url"], record["objects"]
+
+
+def _mounts() -> Path:
+    return cache_home() / "mounts"
 
 
 @contextlib.contextmanager
@@ -102,51 +132,3 @@ def lock_folder(folder: Path, *, by: str) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-def _hold(entry: Path) -> None:
-    """Keep an entry from being removed until this process ends, and note that it was used."""
-    if str(entry) not in _HELD:
-        _HELD[str(entry)] = os.open(f"{entry}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    # Shared: the other ranks of the machine hold it too.
-    fcntl.flock(_HELD[str(entry)], fcntl.LOCK_SH)
-    os.utime(f"{entry}.lock")
-
-
-def _make_room(cache: Path, size: int, url: str) -> None:
-    """Remove what was used least recently, until `size` bytes fit."""
-    text = os.environ.get("TRAINKIT_CACHE_BYTES", str(_BYTES))
-    if not text.isdecimal():
-        raise ConfigError(
-            f"fetch_files: TRAINKIT_CACHE_BYTES must be a number of bytes, got {text!r}",
-            where="TRAINKIT_CACHE_BYTES",
-        )
-    locks = sorted(cache.glob("*.lock"), key=lambda lock: lock.stat().st_mtime)
-    sizes = {lock: _measure(lock.with_suffix("")) for lock in locks}
-    for lock in locks:
-        if sum(sizes.values()) + size <= int(text):
-            return
-        if sizes[lock]:
-            handle = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.with_suffix(""))
-                sizes[lock] = 0
-            except BlockingIOError:  # somebody reads it
-                continue
-            finally:
-                os.close(handle)
-    used = sum(sizes.values())
-    if used + size > int(text):
-        raise ConfigError(
-            f"fetch_files: {url} has {size} bytes; the cache may hold {text}, and {used} of it are "
-            "in use",
-            where=url,
-            got=size,
-            want=int(text) - used,
-            hint="raise TRAINKIT_CACHE_BYTES, or mount the bucket and name a path",
-        )
-
-
-def _measure(entry: Path) -> int:
-    return sum(path.stat().st_size for path in entry.rglob("*") if path.is_file())

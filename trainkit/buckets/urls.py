@@ -11,6 +11,11 @@ from trainkit.types import ConfigError
 
 # `Path` makes s3:/bucket of s3://bucket, and flags for folders are paths.
 _URL = re.compile(r"(s3|gs|az):(?:/+(.*))?")
+# Other names of the three, and their servers' own: as paths they would become folders "gcs:".
+_OTHER = re.compile(
+    r"(s3|gs|az|s3a|s3n|r2|gcs|azure|abfss?|wasbs?|hdfs|https?):/.*", re.IGNORECASE | re.DOTALL
+)
+_ALIASES = {"s3a": "s3", "s3n": "s3", "r2": "s3", "gcs": "gs", "azure": "az"}
 
 
 def find_url(path: str | Path) -> str | None:
@@ -23,8 +28,8 @@ def find_url(path: str | Path) -> str | None:
         The URL, without slashes at its end.
 
     Raises:
-        ConfigError: It has no bucket, or it has a user, a password or a query: what a URL contains
-            is written into logs.
+        ConfigError: It has another scheme, as `gcs://` and `S3://`; it has no bucket; or it has a
+            user, a password or a query: what a URL contains is written into logs.
 
     Examples:
         >>> find_url(Path("s3://bucket/run")), find_url("runs/pretrain")
@@ -32,6 +37,18 @@ def find_url(path: str | Path) -> str | None:
     """
     match = _URL.fullmatch(str(path))
     if match is None:
+        other = _OTHER.fullmatch(str(path))
+        if other is not None:
+            scheme = other[1].lower()
+            name = _ALIASES.get(scheme, scheme)
+            names = f"{name}://" if name in ("s3", "gs", "az") else "s3://, gs:// or az://"
+            raise ConfigError(
+                f"find_url: {other[1]}:// is no name of a bucket here",
+                where="url",
+                got=f"{other[1]}://",
+                want=f"{names}BUCKET/NAME",
+                hint=f"write {names}, or a path of this machine",
+            )
         return None
     scheme, rest = match[1], (match[2] or "").rstrip("/")
     parts = urlsplit(f"{scheme}://{rest}")

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from trainkit.collectives import get_compute_device, start_all_reduce
+from trainkit.collectives import get_compute_device
 from trainkit.metrics.records import MergedState, Metric, State, refuse_merged
 from trainkit.metrics.reduce import start_packed_sum
 from trainkit.types import Axis
+
+# Of the values of all ranks, in the first dimension; a NaN among them is the result.
+_COMBINE: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda x: x,
+    "max": lambda x: x.amax(0),
+    "min": lambda x: x.amin(0),
+}
 
 
 def merge_over_ranks(metric: Metric, state: State, axis: Axis) -> MergedState:
@@ -32,10 +38,11 @@ def merge_over_ranks(metric: Metric, state: State, axis: Axis) -> MergedState:
             if they passed different metrics (elsewhere all values are NaN).
 
     Effects:
-        Communicates: one all-reduce on `axis`, and a second if a tensor is merged by max or min.
-        There is no host sync on an accelerator.
+        Communicates: one all-reduce on `axis`, in which a tensor that is merged by max or min has
+        a copy for each rank. There is no host sync on an accelerator.
 
     Examples:
+        >>> import torch
         >>> from trainkit.metrics import make_weighted_mean
         >>> from trainkit.types import SOLO
         >>> mean = make_weighted_mean()
@@ -64,6 +71,7 @@ def start_merge_over_ranks(metric: Metric, state: State, axis: Axis) -> Callable
         Communicates as `merge_over_ranks`. Ranks start merges in the same order.
 
     Examples:
+        >>> import torch
         >>> from trainkit.metrics import make_sum
         >>> from trainkit.types import SOLO
         >>> total = make_sum()
@@ -81,35 +89,22 @@ def start_merge_over_ranks(metric: Metric, state: State, axis: Axis) -> Callable
         return lambda: MergedState(dict(state))
     # All ranks must send from the same device.
     device = get_compute_device(axis)
-    local = {name: x.detach().to(device) for name, x in state.items()}
-    sums = {name: x for name, x in local.items() if metric.merge[name] == "sum"}
-    # min(x) is -max(-x), so that both travel together.
-    signs = {"max": 1.0, "min": -1.0}
-    maxima = {
-        (op, name): signs[op] * local[name] for name, op in metric.merge.items() if op in signs
-    }
-    # Backends differ in whether a maximum passes a NaN on, so NaNs are counted.
-    nans = {f"NaN {op} {name}": x.isnan() for (op, name), x in maxima.items()}
-    finish_sums = start_packed_sum("merge_over_ranks", sums | nans, axis)
-    finish_maxima = start_all_reduce(_pack(maxima), axis, op="max") if maxima else None
+    packed: dict[str, Tensor] = {}
+    for name, op in metric.merge.items():
+        x = state[name].detach().to(device)
+        if op != "sum":
+            # A place for each rank, which is 0 on all others: the sum has every rank's value, an
+            # infinity or a NaN too. So extremes travel with the sums.
+            places = x.new_zeros(axis.count, *x.shape)
+            places[axis.index] = x
+            x = places
+        packed[f"{op} {name}"] = x
+    finish_sum = start_packed_sum("merge_over_ranks", packed, axis)
 
     def finish() -> MergedState:
-        totals = finish_sums()
-        merged = {name: totals[name] for name in sums}
-        packed = finish_maxima() if finish_maxima else torch.empty(0)
-        for op, name in sorted(maxima):
-            shape = maxima[op, name].shape
-            value, packed = packed.tensor_split([shape.numel()])
-            has_nan = totals[f"NaN {op} {name}"] != 0
-            merged[name] = torch.where(has_nan, torch.nan, signs[op] * value.view(shape))
-        return MergedState({name: merged[name] for name in metric.merge})
+        totals = finish_sum()
+        return MergedState(
+            {name: _COMBINE[op](totals[f"{op} {name}"]) for name, op in metric.merge.items()}
+        )
 
     return finish
-
-
-def _pack(tensors: Mapping[tuple[str, str], Tensor]) -> Tensor:
-    """Return one flat tensor, without NaNs, of a size that hardly ever differs between ranks."""
-    flat = torch.cat([tensors[name].flatten() for name in sorted(tensors)])
-    flat = flat.masked_fill(flat.isnan(), -torch.inf)
-    # Gloo aborts the process when sizes differ, before `start_packed_sum` can say that names do.
-    return torch.nn.functional.pad(flat, (0, -len(flat) % 256))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from trainkit.collectives import get_compute_device, start_all_reduce
+from trainkit.collectives import get_compute_device, start_all_sum
 from trainkit.noise.hashing import make_key
 from trainkit.types import Axis
 
@@ -85,7 +85,7 @@ def start_packed_sum(
     if names:
         flat = torch.cat([sums[name].double().flatten() for name in names])
         packed[1 : 1 + len(flat)] = flat
-    wait = start_all_reduce(packed, axis, op="sum")
+    wait = start_all_sum(packed, axis)
 
     def finish() -> dict[str, Tensor]:
         total = wait()

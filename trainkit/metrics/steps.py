@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,25 +46,33 @@ def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, Any]:
         >>> to_host({"loss": torch.tensor(2.5), "load": torch.tensor([[7, 1]]), "lr": 0.1})
         {'loss': 2.5, 'load': [[7, 1]], 'lr': 0.1}
     """
-    tensors = {name: x.detach() for name, x in metrics.items() if isinstance(x, Tensor)}
-    numbers: dict[str, Any] = {}
-    # One flat buffer of 64 bits for each device: a transfer of each tensor would wait each time.
-    for device in {value.device for value in tensors.values()}:
-        on_device = {name: value for name, value in tensors.items() if value.device == device}
-        # fp64 has every value of narrower dtypes; its bits travel as int64, among the integers.
-        flat = [
-            (x.double().view(torch.int64) if x.is_floating_point() else x.long()).flatten()
-            for x in on_device.values()
-        ]
-        with measure_phase("device"):
-            bits = torch.cat(flat).cpu().numpy()
-        ends = np.cumsum([value.numel() for value in on_device.values()])[:-1]
-        for (name, value), chunk in zip(on_device.items(), np.split(bits, ends), strict=True):
-            dtype = np.float64 if value.is_floating_point() else np.int64
-            numbers[name] = chunk.view(dtype).reshape(value.shape).tolist()
+    return dict(zip(metrics, _read_values([*metrics.values()]), strict=True))
+
+
+def _read_values(values: Sequence[Tensor | float]) -> list[Any]:
+    """Return values as Python numbers, with one transfer for all tensors of a device."""
+    read: list[Any] = [*values]
+    tensors = {i: x.detach() for i, x in enumerate(values) if isinstance(x, Tensor)}
+    for device in {x.device for x in tensors.values()}:
+        own = {i: x for i, x in tensors.items() if x.device == device}
+        for i, x in (own if device == torch.device("cpu") else _copy_to_host(own)).items():
+            # A bool is a byte, 0 or 1.
+            read[i] = (x.view(torch.uint8) if x.dtype == torch.bool else x).tolist()
+    return read
+
+
+def _copy_to_host(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Return tensors of one device on the host."""
+    # The bytes of all in one buffer, since a transfer of each would wait each time. The widest
+    # come first, so that each begins at a multiple of its size.
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
+    parts = [x.contiguous().flatten().view(torch.uint8) for x in ordered.values()]
+    with measure_phase("device"):
+        buffer = torch.cat(parts).cpu()
+    on_host = buffer.split([part.numel() for part in parts])
     return {
-        name: numbers[name] if isinstance(value, Tensor) else value
-        for name, value in metrics.items()
+        i: part.view(x.dtype).view(x.shape)
+        for (i, x), part in zip(ordered.items(), on_host, strict=True)
     }
 
 
@@ -170,15 +177,13 @@ def make_step_records(
         >>> second["loss_hex"], first["seconds"] == second["seconds"]
         ('0x1.0000000000000p-2', True)
     """
-    # All steps in one transfer, so their metrics need names of their own.
-    named = {f"{i} {name}": x for i, step in enumerate(steps) for name, x in step.items()}
-    numbers = to_host(named)
+    values = iter(_read_values([x for step in steps for x in step.values()]))
     seconds = (time.perf_counter() - begin) / max(len(steps), 1)
     records: list[dict[str, Any]] = []
-    for i, step in enumerate(steps):
+    for step in steps:
         record: dict[str, Any] = {}
         for name in step:
-            value = numbers[f"{i} {name}"]
+            value = next(values)
             # 64 bits may be negative as int64, and lose digits as the float64 of a JSON reader.
             record[name] = f"{int(value) & MASK64:016x}" if name == "batch_hash" else value
             if name in ("loss", "grad_norm", "lr"):

@@ -35,7 +35,9 @@ def to_int64(key: int) -> int:
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
     """Shift int64 right with zeros from the left, as for unsigned numbers."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    shifted = x >> bits
+    shifted &= (1 << (64 - bits)) - 1  # in place: new memory costs a CPU more than the operation
+    return shifted
 
 
 def mix_bits_tensor(x: Tensor) -> Tensor:
@@ -46,9 +48,9 @@ def mix_bits_tensor(x: Tensor) -> Tensor:
         True
     """
     # Products and sums of int64 wrap around, as those of uint64 do, bit for bit.
-    x = (x ^ _shift_right(x, 30)) * to_int64(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift_right(x, 27)) * to_int64(0x94D049BB133111EB)
-    return x ^ _shift_right(x, 31)
+    x = _shift_right(x, 30).bitwise_xor_(x).mul_(to_int64(0xBF58476D1CE4E5B9))
+    x = _shift_right(x, 27).bitwise_xor_(x).mul_(to_int64(0x94D049BB133111EB))
+    return _shift_right(x, 31).bitwise_xor_(x)
 
 
 @jit

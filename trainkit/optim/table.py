@@ -86,7 +86,7 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
     "schedule-free": OptimizerRow(ScheduleFree, low_precision_moments=1, fp32_moments=1, counts=3),
     "signsgd": OptimizerRow(SignSGD, counts=0),
 }
-"""The optimizers by name; docs/howto/choose-an-optimizer.md compares them."""
+"""The optimizers by name; the page "Choose an optimizer" compares them."""
 
 
 def state_bytes(

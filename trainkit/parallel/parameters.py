@@ -29,15 +29,33 @@ COPY_SUFFIX = " (copy)"
 
 
 def canonical_name(name: str) -> str:
-    """Return the name of a parameter in the whole model, without the prefixes of wrappers.
+    """Return the name of a parameter or module in the whole model, without those of wrappers.
 
     Examples:
         >>> canonical_name("module._orig_mod.layers.3._checkpoint_wrapped_module.mlp.up.weight")
         'layers.3.mlp.up.weight'
+        >>> canonical_name("_orig_mod")  # the model, in the wrapper of torch.compile
+        ''
     """
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     # A leading "module" is DDP's; further inside it may be a name of the model's own.
-    return ".".join(parts[1:] if parts[0] == "module" else parts)
+    return ".".join(parts[1:] if parts[:1] == ["module"] else parts)
+
+
+def name_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules inside a model by their names in the whole model, without the model.
+
+    A wrapper and what it wraps have one name, which is that of the wrapper.
+
+    Examples:
+        >>> [*name_modules(nn.Sequential(nn.Linear(1, 1), nn.Tanh()))]
+        ['0', '1']
+    """
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if name := canonical_name(path):
+            found.setdefault(name, module)
+    return found
 
 
 def unhide_(module: nn.Module, name: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainkit.batch.shards import contiguous_shard
 from trainkit.parallel.grad_reduction import get_local
 from trainkit.parallel.name_patterns import name_matches
-from trainkit.parallel.parameters import canonical_name
+from trainkit.parallel.parameters import name_modules
 from trainkit.run.element_sums import merge_sums, sum_elements
 from trainkit.types import SOLO, Hidden, Share, Stages
 
@@ -91,8 +91,9 @@ class Activations:
         """Return the sums of each block over this rank's tokens, fp64 `[5]`, without padding.
 
         Args:
-            microbatches: This rank's microbatches of the step; each needs "document_ids". If a
-                stage was called more often, as by a step that is taken again, the last calls count.
+            microbatches: This rank's microbatches of the step. Padding is where "document_ids",
+                or else "token_index", is below 0; without either all tokens count. If a stage was
+                called more often, as by a step that is taken again, the last calls count.
         """
         found: dict[str, list[Tensor]] = {}
         for passes in self._passes.values():
@@ -103,7 +104,10 @@ class Activations:
         return {name: merge_sums(torch.stack(parts)) for name, parts in found.items()}
 
     def _sum_tokens(self, sums: Tensor, batch: Mapping[str, Any]) -> Tensor:
-        found = find_rows(sums, batch["document_ids"].to(sums.device), self.tp)
+        index = batch.get("document_ids", batch.get("token_index"))
+        if index is None:
+            return merge_sums(sums.reshape(-1, 5))
+        found = find_rows(sums, index.to(sums.device), self.tp)
         if found is None:
             return sums.new_zeros(5)
         # Where ranks of tp hold equal rows, every token counts equally often.
@@ -153,7 +157,7 @@ def watch_activations(
     found = Activations(is_due, stages.tp.share)
     with ExitStack() as stack:
         for number, stage in enumerate(stages):
-            named = _name_blocks(stage, blocks)
+            named = _find_blocks(stage, blocks)
             if not named:  # a hook could make a stage that is compiled as a whole compile anew
                 continue
             found.names += named
@@ -164,17 +168,17 @@ def watch_activations(
         yield found
 
 
-def _name_blocks(stage: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """Return the blocks of a stage by their names in the whole model, of wrappers the outer one."""
-    found: dict[str, nn.Module] = {}
+def _find_blocks(stage: nn.Module, pattern: str) -> dict[str, nn.Module]:
+    """Return the blocks of a stage whose hooks are called, by their names in the whole model."""
     if vars(stage).get("_compiled_call_impl") is not None:
-        return found
-    for path, module in stage.named_modules():
-        name = canonical_name(path)
-        # What `torch.compile(module)` has wrapped calls no hook.
-        if name and "_orig_mod" not in path and name_matches(name, pattern):
-            found.setdefault(name, module)
-    return found
+        return {}
+    # What `torch.compile(module)` has wrapped calls no hook.
+    compiled = {part for path, part in stage.named_modules() if "_orig_mod" in path}
+    return {
+        name: module
+        for name, module in name_modules(stage).items()
+        if module not in compiled and name_matches(name, pattern)
+    }
 
 
 def _call_after(module: nn.Module, function: Callable[[Any], None], stack: ExitStack) -> None:

@@ -6,7 +6,7 @@
     found = join_captured(folder)                            # in any process, later
 
 Two runs of different layouts give the same joined tensors, so that the first module whose output
-differs can be found: docs/howto/my-loss-differs.md.
+differs can be found: see the page "My loss differs from one rank".
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from trainkit.files import atomic_write
+from trainkit.files import atomic_write, convert_disk_errors
 from trainkit.parallel.grad_reduction import get_local
 from trainkit.parallel.name_patterns import match_names
-from trainkit.parallel.parameters import canonical_name
+from trainkit.parallel.parameters import name_modules
 from trainkit.parallel.recompute import is_trial
 from trainkit.parallel.stage_ranks import as_stages, get_stage_places
 from trainkit.run.activations import Rows, find_rows, find_tensors
@@ -109,7 +109,7 @@ def match_modules(
     """
     stages = as_stages(stages_or_model, "capture")
     world = stages.world if isinstance(stages_or_model, Stages) else axis
-    names = [name for stage in stages for name in _name_modules(stage)]
+    names = [name for stage in stages for name in name_modules(stage)]
     return match_names(pattern, gather_names(names, world), function="capture", kind="module")
 
 
@@ -163,7 +163,7 @@ def capture(
         for place, stage in zip(get_stage_places(stages, stages.pp), stages, strict=True):
             pass_ = _Pass(captured, place.index)
             stack.callback(stage.register_forward_pre_hook(pass_.start).remove)
-            for name, module in _name_modules(stage).items():
+            for name, module in name_modules(stage).items():
                 if name not in names:
                     continue
                 captured.stages[name] = place.index
@@ -173,16 +173,6 @@ def capture(
                 stack.callback(module.register_forward_hook(hook).remove)
             stack.callback(stage.register_forward_hook(pass_.end).remove)
         yield captured
-
-
-def _name_modules(stage: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a stage by their names in the whole model, without the stage itself."""
-    # As the name of a parameter, since that of a wrapper's module is the wrapper's.
-    return {
-        name: module
-        for path, module in stage.named_modules()
-        if (name := canonical_name(f"{path}.weight").removesuffix("weight").strip("."))
-    }
 
 
 def _is_compiled(stage: nn.Module) -> bool:
@@ -274,8 +264,6 @@ def write_capture(
         ...     write_capture(captured, folder, [{"token_index": torch.tensor([[0, 1]])}]).name
         'rank_00000.safetensors'
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = dict(captured.tensors)
     counts = {*captured.calls.values()}
     problem = None
@@ -295,9 +283,11 @@ def write_capture(
         # A safetensors file has an order of its own.
         "order": [[key, captured.stages[_split_key(key)[0]]] for key in captured.tensors],
     }
-    path = folder / f"rank_{captured.world.index:05d}.safetensors"
-    with atomic_write(path, by="write_capture") as file:
-        file.write(save(tensors, {"format": _FORMAT, "facts": json.dumps(facts)}))
+    path = Path(folder) / f"rank_{captured.world.index:05d}.safetensors"
+    with convert_disk_errors(path, by="write_capture"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path, by="write_capture") as file:
+            file.write(save(tensors, {"format": _FORMAT, "facts": json.dumps(facts)}))
     return path
 
 

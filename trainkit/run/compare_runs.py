@@ -9,6 +9,7 @@ without torch.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -117,16 +118,19 @@ def compare_steps(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]
         b: Those of another one.
 
     Returns:
-        {"a", "b", "common", "unequal", "equal_until", "differs"}: the steps that each has, as
-        [first, last, number]; the numbers of steps that both have, and that differ; the last step
-        before the first that differs; and that one, {"step", "fields": {name: [in a, in b]}}, or
-        None. Only fields of `CAUSES` are compared.
+        {"a", "b", "common", "unequal", "equal_until", "differs", "largest"}: the steps that each
+        has, as [first, last, number]; the numbers of steps that both have, and that differ; the
+        last step before the first that differs; that one, {"step", "fields": {name: [in a, in b]},
+        "relative": {name: |a - b| / |b|}}, or None; and the largest of these relative differences
+        over all steps, {name: [step, difference]}. Only fields of `CAUSES` are compared.
 
     Examples:
         >>> lines = [{"step": n, "batch_hash": "0f", "loss_hex": "0x1p+1"} for n in (1, 2, 3)]
         >>> found = compare_steps(lines, [*lines[:2], lines[2] | {"loss_hex": "0x1p+2"}])
-        >>> found["equal_until"], found["differs"]
-        (2, {'step': 3, 'fields': {'loss_hex': ['0x1p+1', '0x1p+2']}})
+        >>> found["equal_until"], found["differs"]["fields"]
+        (2, {'loss_hex': ['0x1p+1', '0x1p+2']})
+        >>> found["differs"]["relative"], found["largest"]
+        ({'loss_hex': 0.5}, {'loss_hex': [3, 0.5]})
     """
     lines_a, lines_b = _index_lines(a), _index_lines(b)
     # Without a loss nothing shows that two steps are equal.
@@ -135,13 +139,19 @@ def compare_steps(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]
         for step in sorted(lines_a.keys() & lines_b.keys())
         if "loss_hex" in lines_a[step] and "loss_hex" in lines_b[step]
     ]
-    unequal: dict[int, dict[str, list[Any]]] = {}
+    unequal: dict[int, dict[str, Any]] = {}
+    largest: dict[str, list[Any]] = {}
     for step in common:
         x, y = lines_a[step], lines_b[step]
         shared = [name for name in CAUSES if name in x and name in y]
         fields = {name: [x[name], y[name]] for name in shared if x[name] != y[name]}
         if fields:
-            unequal[step] = fields
+            numbers = [name for name in fields if name != "batch_hash"]
+            relative = {name: _measure_difference(*fields[name]) for name in numbers}
+            unequal[step] = {"step": step, "fields": fields, "relative": relative}
+            for name, size in relative.items():
+                if size > largest.get(name, [0, 0.0])[1]:
+                    largest[name] = [step, size]
     first = min(unequal, default=None)
     before = [step for step in common if first is None or step < first]
     return {
@@ -150,8 +160,19 @@ def compare_steps(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]
         "common": len(common),
         "unequal": len(unequal),
         "equal_until": before[-1] if before else None,
-        "differs": None if first is None else {"step": first, "fields": unequal[first]},
+        "differs": None if first is None else unequal[first],
+        "largest": largest,
     }
+
+
+def _measure_difference(a: str, b: str) -> float:
+    """Return |a - b| / |b| of two numbers in hex; infinity where one of them is none."""
+    try:
+        x, y = float.fromhex(a), float.fromhex(b)
+        size = abs(x - y) / abs(y)
+    except (ValueError, TypeError, ZeroDivisionError):
+        return math.inf
+    return math.inf if math.isnan(size) else size
 
 
 def _index_lines(lines: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
@@ -183,10 +204,11 @@ def compare_saved_steps(a: str | Path, b: str | Path) -> dict[str, Any]:
     Returns:
         {"common", "equal_until", "differs", "problems"}: the steps that both have saved; the last
         that is equal before the first that differs; and that one, {"step", "first", "tensors",
-        "relative", "counters"}: the first tensor that differs by name, those of the model before
-        those of the optimizer (None if only counters do), how many differ, max|a - b| / max|b| of
-        the first, and the counters that differ. "problems" is about checkpoints that cannot be
-        read, which are left out.
+        "relative", "largest", "counters"}: the first tensor that differs by name, those of the
+        model before those of the optimizer (None if only counters do), how many differ,
+        max|a - b| / max|b| of the first, [name, the same] of the parameter with the largest (None
+        if none differs), and the counters that differ. "problems" is about checkpoints that cannot
+        be read, which are left out.
 
     Effects:
         May read all tensors of one step, and load torch.
@@ -229,10 +251,14 @@ def _find_first_tensor(report: Mapping[str, Any]) -> dict[str, Any]:
         return not name.startswith("model/"), [(isinstance(x, int), x) for x in parts]
 
     first = min(names, key=place, default=None)
+    sizes = {name: x["relative"] for name, x in report["values"].items()}
+    parameters = [name for name in sizes if name.startswith("model/")]
+    largest = max(parameters, key=sizes.__getitem__, default=None)
     return {
         "first": first,
         "tensors": len(names),
-        "relative": report["values"].get(first, {}).get("relative"),
+        "relative": sizes.get(first),
+        "largest": None if largest is None else [largest, sizes[largest]],
         # What components hold beside tensors is counters of the user's own.
         "counters": report["state"]
         | {f"components/{x}": y for x, y in report["components"].items()},

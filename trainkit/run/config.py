@@ -194,7 +194,7 @@ class OptimizerOptions:
     """Decay of matrices; vectors have none."""
 
     optimizer: str = option("adamw", _check_optimizer, on_resume="ask")
-    """adamw, lion, momentum, muon, schedule-free, signsgd; docs/howto/choose-an-optimizer.md."""
+    """adamw, lion, momentum, muon, schedule-free, signsgd; see the page "Choose an optimizer"."""
 
     optimizer_options: tuple[str, ...] = option((), on_resume="ask")
     """Its further options, NAME=VALUE each: betas=(0.9,0.99), cautious=True."""
@@ -287,14 +287,14 @@ class RunConfig:
     schedule-steps, weight-decay, max-norm."""
 
     recompute: str = option("none", _check_recompute, on_resume="allow")
-    """none, selective, full, names to store, or a fraction: 0.4; docs/howto/less-memory.md."""
+    """none, selective, full, names to store, or a fraction: 0.4; see the page "Less memory"."""
 
     compiled: bool = option(default=False, on_resume="allow")
     """Compile the blocks with torch.compile."""
 
     attention: tuple[Kernel, ...] = option((), on_resume="allow")
     """Attention kernels in order of preference, of which the first that fits is used; by default
-    varlen where it fits, otherwise sdpa. See docs/howto/choose-an-attention-kernel.md."""
+    varlen where it fits, otherwise sdpa. See the page "Choose an attention kernel"."""
 
     offload_activations: int | None = option(None, _not_negative, on_resume="allow")
     """Bytes of activations that stay on the device; what is beyond waits in host memory."""

@@ -25,7 +25,7 @@ import orjson
 
 from trainkit.files import atomic_write, read_limited
 from trainkit.run.peers import describe_beat, read_beat
-from trainkit.run.status import format_age, read_run_status
+from trainkit.run.status import OVER, describe_status, format_age, read_run_status
 from trainkit.types import ConfigError, DiskError, Log, PeerError, TrainkitError, log_warning
 
 REQUESTS: Mapping[str, str] = {
@@ -78,7 +78,7 @@ class Answer:
 # ------------------------------------------------------------------------------------ a request
 
 
-def check_request(name: str, argument: int | None) -> None:
+def check_request(name: str, argument: object) -> None:
     """Raise ConfigError unless there is such a request, and it has the argument that it needs.
 
     Examples:
@@ -96,13 +96,19 @@ def check_request(name: str, argument: int | None) -> None:
             want=list(REQUESTS),
         )
     if name not in _WITH_COUNT and argument is not None:
-        raise ConfigError(f"control: {name} takes no number, got {argument}", where="argument")
-    if name in _WITH_COUNT and not (argument is not None and 0 < argument < _MAX_COUNT):
         raise ConfigError(
-            f"control: {name} takes a number of steps above 0, got {argument}",
+            f"control: {name} takes no number, got {argument!r}; write python -m trainkit control "
+            f"RUN {name}",
+            where="argument",
+        )
+    is_count = type(argument) is int and 0 < argument < _MAX_COUNT
+    if name in _WITH_COUNT and not is_count:
+        raise ConfigError(
+            f"control: {name} needs a whole number of steps, from 1 to {_MAX_COUNT - 1}, got "
+            f"{'no number' if argument is None else repr(argument)}; write python -m trainkit "
+            f"control RUN {name} 3",
             where="argument",
             got=argument,
-            hint=f"python -m trainkit control RUN {name} 3",
         )
 
 
@@ -193,9 +199,11 @@ def _find_process(run_dir: Path) -> str:
     if not run_dir.is_dir():
         end = "is no directory" if run_dir.exists() else "does not exist"
     else:
-        ends = {"ended": "has ended", "stopped": "has stopped", "died": "has died"}
-        end = ends.get(status.state, "cannot be reached")
-        end += "" if status.why is None else f": {status.why}"
+        end = (
+            f"{'was' if status.state == 'refused' else 'has'} {describe_status(status)}"
+            if status.state in OVER
+            else f"cannot be reached: {status.why or 'its lock names no process'}"
+        )
     raise ConfigError(
         f"control: the run in {run_dir} {end}",
         where=str(run_dir),
@@ -262,7 +270,7 @@ def _make_silence_error(
         f"control: no rank carried out {request.name} within {patience:g} s; it was taken back. "
         f"{describe_last_signs(run_dir)}",
         where=str(run_dir),
-        hint="docs/howto/when-a-rank-dies-or-hangs.md",
+        hint='see the page "When a rank dies or hangs" of the documentation',
     )
 
 
@@ -436,14 +444,13 @@ def _parse_request(values: Mapping[str, Any]) -> Request | None:
     kinds = {"id": str, "name": str, "by": str, "pid": int, "time": float, "run": str}
     if any(type(values.get(name)) is not kind for name, kind in kinds.items()):
         return None
-    argument = values.get("argument")
-    if type(argument) not in (int, type(None)) or not values["by"].isprintable():
+    if not values["by"].isprintable():
         return None
     try:
-        check_request(values["name"], argument)
+        check_request(values["name"], values.get("argument"))
     except ConfigError:
         return None
-    return read_request({**values, "argument": argument})
+    return read_request({"argument": None, **values})
 
 
 def _write_answer(folder: Path, id_: str, answer: Answer) -> None:

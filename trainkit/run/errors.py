@@ -118,9 +118,9 @@ def report_errors(run_dir: str | Path | None = None) -> Iterator[None]:
 
     The exit codes are those of `get_exit_code`. stderr gets one readable line and then, as its last
     line and unless it is a terminal, `TRAINKIT_ERROR {json}` with code, what, where, rank, step,
-    got, want and hint; every rank writes its own. The traceback is appended to
-    `errors/rank_00000.txt` in the run directory; without one it goes to stderr, except for errors
-    of the user, which need none.
+    got, want and hint; every rank writes its own. The step is that of the error, or else the last
+    one with metrics. The traceback is appended to `errors/rank_00000.txt` in the run directory;
+    without one it goes to stderr, except for errors of the user, which need none.
 
     Args:
         run_dir: The run directory, once it is known. Contexts may be nested: the inner one reports.
@@ -420,12 +420,15 @@ def _collect_fields(error: BaseException, run_dir: str | Path | None) -> dict[st
     if where is None and error.__traceback__ is not None:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{frame.filename}:{frame.lineno}"
+    step = getattr(error, "step", None)
+    if step is None and run_dir is not None:
+        step = read_last_step(Path(run_dir) / "metrics.jsonl")
     fields = {
         "code": code,
         "what": _format_what(error),
         "where": None if where is None else str(where),
         "rank": _read_rank(),
-        "step": None if run_dir is None else read_last_step(Path(run_dir) / "metrics.jsonl"),
+        "step": step,
         "got": got,
         "want": getattr(error, "want", None),
         "hint": _find_limit_hint(error) or getattr(error, "hint", None) or default_hint,

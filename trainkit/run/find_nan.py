@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ _UNREAD = ("empty", "new_empty", "resize", "view.dtype")
 
 
 @contextlib.contextmanager
-def find_first_nan() -> Iterator[None]:
+def find_first_nan(get_step: Callable[[], int] | None = None) -> Iterator[None]:
     """Raise at the first operation of a block that makes a NaN from numbers without one.
 
     Both passes are watched: the traceback of an operation of the forward pass is where it was
@@ -29,6 +29,9 @@ def find_first_nan() -> Iterator[None]:
     (`torch.autograd.set_detect_anomaly`). Infinities are no fault, since masks are made of them.
     Every operation waits for the device, so a step takes many times as long. Compiled code is seen
     as a whole. Evaluations and samples of a run (`phases.BETWEEN_STEPS`) are not watched.
+
+    Args:
+        get_step: Returns the step that is being taken, for the message.
 
     Raises:
         NumericsError: An operation makes a NaN; the message has its name and the shapes of its
@@ -41,12 +44,16 @@ def find_first_nan() -> Iterator[None]:
         Traceback (most recent call last):
         trainkit.types.NumericsError: find_first_nan: aten.div.Tensor makes 2 NaN of 2 ...
     """
-    with torch.autograd.set_detect_anomaly(True, check_nan=False), _Watch():
+    with torch.autograd.set_detect_anomaly(True, check_nan=False), _Watch(get_step):
         yield
 
 
 class _Watch(TorchDispatchMode):
     """Looks at the results of every operator."""
+
+    def __init__(self, get_step: Callable[[], int] | None) -> None:
+        super().__init__()
+        self.get_step = get_step
 
     def __torch_dispatch__(
         self,
@@ -73,11 +80,14 @@ class _Watch(TorchDispatchMode):
                 shapes = [
                     list(x.shape) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
                 ]
+                step = None if self.get_step is None else self.get_step()
                 raise NumericsError(
-                    f"find_first_nan: {func} makes {count} NaN of {result.numel()} values from "
-                    f"arguments of shapes {shapes}, which had none",
+                    f"find_first_nan: {'' if step is None else f'in step {step} '}{func} makes "
+                    f"{count} NaN of {result.numel()} values from arguments of shapes {shapes}, "
+                    "which had none",
                     where=str(func),
                     got=count,
+                    step=step,
                 )
         return results
 

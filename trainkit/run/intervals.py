@@ -132,18 +132,20 @@ class IntervalClock:
 
     def _start_seconds(self) -> None:
         """Agree on the seconds of training so far: of the steps on record, and since the start."""
-        past = 0.0
+        past = last = 0.0
         if self.world.index == 0:
-            records = read_jsonl(self.run_dir / "metrics.jsonl")
-            past = math.fsum(
+            seconds = [
                 line.get("seconds") or 0.0
-                for line in records
+                for line in read_jsonl(self.run_dir / "metrics.jsonl")
                 if type(line.get("step")) is int and line["step"] <= self._first_step
-            )
-        past, opened = all_gather_objects([past, self._opened], self.world)[0]
+            ]
+            past, last = math.fsum(seconds), sum(seconds[-1:])
+        past, last, opened = all_gather_objects([past, last, self._opened], self.world)[0]
         self._offset = past - opened
-        now = past if self._clock is None else max(past, self._clock + self._offset)
-        self._seconds = now, now
+        if self._clock is None:  # what has passed in the step that is resumed from is due now
+            self._seconds = past - last, past
+        else:
+            self._seconds = (max(past, self._clock + self._offset),) * 2
 
 
 def _is_on_host(tokens: int | Tensor) -> bool:

@@ -122,6 +122,7 @@ class RankReadings:
     _highest: int = 0
     _by_rank: torch.Tensor | None = None
     _rows: list[list[int]] = attrs.field(factory=list)  # the same on the host, when it is read
+    _memory: dict[str, int] = attrs.field(factory=dict)  # of the worst of them
 
     def gather(self, signs: int = 0) -> None:
         """Gather the memory of all ranks and their signs; what reads them then waits for it.
@@ -141,6 +142,7 @@ class RankReadings:
         numbers = torch.tensor([own], device=get_comm_device(self.axis))
         self._by_rank = all_gather(numbers, self.axis, dim=0)
         self._rows = []
+        self._memory = {}
 
     def read_memory(self) -> dict[str, int]:
         """Return the memory of the rank with the highest peak, in bytes, and its number.
@@ -157,12 +159,12 @@ class RankReadings:
             ['memory', 'memory_peak', 'memory_rank']
         """
         rows = self._read_rows()
-        if not rows:
-            return {}
-        worst = max(range(len(rows)), key=lambda rank: rows[rank][1])
-        memory, peak, reserved, _ = rows[worst]
-        reserves = {"memory_reserved": reserved} if reserved else {}
-        return {"memory": memory, "memory_peak": peak, **reserves, "memory_rank": worst}
+        if rows and not self._memory:  # every line has it, and there may be many ranks
+            worst = max(range(len(rows)), key=lambda rank: rows[rank][1])
+            memory, peak, reserved, _ = rows[worst]
+            reserves = {"memory_reserved": reserved} if reserved else {}
+            self._memory = {"memory": memory, "memory_peak": peak, **reserves, "memory_rank": worst}
+        return self._memory
 
     def read_peaks(self) -> list[int]:
         """Return the peak of every rank, in bytes; [] before the first `gather`."""

@@ -128,8 +128,8 @@ def watch_layers(
         axis: All ranks, `ps.world`.
 
     Yields:
-        A function to call after each step, on every rank, with this rank's microbatches, whose
-        "document_ids" say what is padding. A block without any token counted has zeros.
+        A function to call after each step, on every rank, with this rank's microbatches, which
+        say what is padding (`Activations.tabulate`). A block without any token counted has zeros.
 
     Effects:
         Hooks the optimizer, the stages and the blocks; a step that is due communicates on `axis`

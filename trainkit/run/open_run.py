@@ -85,7 +85,6 @@ from trainkit.text.tokenizers import tokenizer_hash
 from trainkit.types import (
     Axis,
     Bins,
-    ConfigError,
     ForwardBackward,
     Layout,
     Numerics,
@@ -102,7 +101,7 @@ from trainkit.types import (
 )
 from trainkit.weights import checkpoint
 from trainkit.weights.checkpoint.bucket_runs import fetch_request, fetch_run, find_run_folder
-from trainkit.weights.checkpoint.components import Components, ComponentStates, copy_components
+from trainkit.weights.checkpoint.components import Components, copy_components
 from trainkit.weights.checkpoint.emergency_save import UnsavedState
 from trainkit.weights.checkpoint.facts import Facts
 from trainkit.weights.checkpoint.guard import Guard
@@ -214,22 +213,6 @@ def open_run(
         print_to_stderr(found.what)
         notices.append(("straggler", attrs.asdict(found)))
 
-    stop_times: list[float] = []
-
-    def note_stop() -> str | None:
-        reason = why_stop()
-        if reason is not None and not stop_times:
-            stop_times.append(time.monotonic())
-        return reason
-
-    def get_patience() -> float:
-        note_stop()  # the watch, which asks during the run, is over
-        if not stop_times and sys.exc_info()[0] is None:
-            return timeouts.start_timeout
-        # Of a stop what the save has left, since launchers kill: the checkpoint is on the disk.
-        used = time.monotonic() - stop_times[0] if stop_times else 0.0
-        return max((timeouts.grace or _GRACE) - used, 1.0)
-
     started = measure_startup()
     is_own = owns_process()
     with (
@@ -248,6 +231,22 @@ def open_run(
         connected = times.read()
         store = _open_bucket(run_dir, ps.world)
         run_on_all_ranks(lambda: str(make_run_dir(folder)), ps.world)
+        stop_times: list[float] = []
+
+        def note_stop() -> str | None:
+            reason = why_stop()
+            if reason is not None and not stop_times:
+                stop_times.append(time.monotonic())
+            return reason
+
+        def get_patience() -> float:
+            note_stop()  # the watch, which asks during the run, is over
+            if not stop_times and sys.exc_info()[0] is None:
+                return timeouts.start_timeout
+            # Of a stop what the save has left, since launchers kill: the checkpoint is on the disk.
+            used = time.monotonic() - stop_times[0] if stop_times else 0.0
+            return max((timeouts.grace or _GRACE) - used, 1.0)
+
         with (
             lock_run(folder, ps.world) as renew_lock,
             report_errors(folder) if is_own else record_errors(folder),
@@ -595,12 +594,10 @@ class Run:
         logging = logging or LoggingOptions()
         device = self.ps.device
         default_interval = 1 if device.type == "cpu" else _LOG_EVERY
-        peak = logging.peak_flops
-        # The peak of a CPU is unknown, so mfu needs it from the user there.
-        if peak is None and device.type == "cuda":
-            peak = peak_flops(torch.cuda.get_device_name(device))
+        # No processor's peak is known, so mfu needs it from the user there.
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this processor"
+        peak = logging.peak_flops or peak_flops(name)
         if peak is None and self.flops_per_token is not None:
-            name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this processor"
             self.log(f"no mfu: the peak of {name} is not known; --peak-flops gives it")
         if logging.sync_phases and device.type != "cpu":
             self.times.wait = partial(torch.accelerator.synchronize, device)
@@ -728,7 +725,8 @@ class Loop:
     _last_step: int = attrs.Factory(lambda self: self._first_step, takes_self=True)
     _optimizer_steps: int = 0
     _optimizer_steps_of_current: int = 0
-    _component_states: ComponentStates | None = None  # copies, as they are with `_current`
+    # Of step `_last_step`, after which the components themselves may move on at any time.
+    _component_copies: Components | None = None
     _can_copy_components: bool = True  # until they are too large
     _read_step: int | None = None  # at which the readings of all ranks were gathered last
     _reported: set[tuple[int, str]] = attrs.field(factory=set)  # ranks and what is wrong with them
@@ -870,7 +868,7 @@ class Loop:
     def _set_log_every(self, steps: int | None, step: int) -> str:
         assert steps is not None  # `check_request` has seen to it
         self._log_every = steps
-        return f"from step {step + 1} on the metrics of {steps} steps are read at once"
+        return f"--log-every is {steps} from step {step + 1} on"
 
     @as_phase("log")
     def record(
@@ -982,9 +980,9 @@ class Loop:
     def checkpoint(self, state: TrainState) -> str | None:
         """Save if it is time, carry out requests, and return why the run has to stop, or None.
 
-        The ranks vote on whether to stop (`open_step_vote`). A save is due every
-        `CheckpointOptions.save_every` steps, when the run stops, when the step's evaluation is
-        among the `keep_best` best (`open_saver`), and when somebody requests it
+        Call it after every step. The ranks vote on whether to stop (`open_step_vote`). A save is
+        due every `CheckpointOptions.save_every` steps, when the run stops, when the step's
+        evaluation is among the `keep_best` best (`open_saver`), and when somebody requests it
         (`control.control_run`). Then garbage is collected (`collect_manually`).
 
         Raises:
@@ -993,7 +991,6 @@ class Loop:
         """
         if self._divergence and self._policy.on_divergence == "stop":
             raise self._make_divergence_error(state.step)
-        self._copy_components()  # a save has their states of this moment
         is_save_due = self._is_save_due(state) or self._best_step == state.step
         vote = self._run.vote()
         self._steering.settle_checks(state.step)
@@ -1012,8 +1009,11 @@ class Loop:
             with measure_phase("save"):
                 self._save(state, self._get_score(state.step))
         # A save has interrupted the steps anyway.
-        with measure_phase("garbage"):
-            self._collect(idle=is_saved)
+        self._collect(idle=is_saved)
+        if self._run.components and self._can_copy_components:
+            # Once a step, as late as possible: until here the objects have the state of this step.
+            self._component_copies = copy_components(self._run.components)
+            self._can_copy_components = self._component_copies is not None
         self._last_step = state.step
         self._intervals.advance(state, vote.clock)
         self._instruments.begin_step(state.step + 1)
@@ -1083,18 +1083,7 @@ class Loop:
         """Note that the stages and the optimizer have this state, and return it."""
         self._current = state
         self._optimizer_steps_of_current = self._optimizer_steps
-        self._copy_components()
         return state
-
-    def _copy_components(self) -> None:
-        """Copy the states of components, for a save after an error in the next step."""
-        if self._run.components and self._can_copy_components:
-            self._component_states = None
-            with contextlib.suppress(ConfigError):  # the next save raises it
-                self._component_states = copy_components(
-                    self._run.components, rank=self._run.ps.world.index
-                )
-            self._can_copy_components = self._component_states is not None
 
     def _read_pending(self, state: TrainState, guard: Guard | None = None) -> TrainState:
         """Write the metrics of the pending steps and check them, one by one.
@@ -1197,9 +1186,10 @@ class Loop:
         state = self._current
         if state is None or isinstance(error, NumericsError) or self._is_saved(state.step):
             return None
-        # Before `_read_pending`, which copies them again: they may have moved on by now.
-        components = self._component_states
-        if self._run.components and components is None:
+        # From `record` to `checkpoint` the objects have the state of this step: None reads them.
+        copies = self._component_copies if state.step == self._last_step else None
+        is_recorded = state.step == self._last_step + 1
+        if self._run.components and copies is None and not is_recorded:
             print_warning(
                 f"step {state.step} is not saved after the error: the components "
                 f"{', '.join(self._run.components)} may already have the state of a later step, "
@@ -1220,7 +1210,7 @@ class Loop:
         except NumericsError:  # all ranks decide together about what follows from it
             return None
         return UnsavedState(
-            state, print_to_stderr, self._get_score(state.step), after_peer_error, components
+            state, print_to_stderr, self._get_score(state.step), after_peer_error, copies
         )
 
     def _is_saved(self, step: int) -> bool:

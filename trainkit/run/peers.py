@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 import socket
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,8 @@ class Sighting:
 class Failure:
     """Why the run ends: `what` continues "rank 3 ..."; `detail` describes the other ranks.
 
-    `code` is the exit code of the other ranks; `hint` replaces the usual one.
+    `code` is the exit code of the other ranks; `hint` replaces the usual one. `refused` is whether
+    the start was refused: its input was wrong, and no step was taken.
     """
 
     session: str
@@ -91,6 +93,7 @@ class Failure:
     detail: str = ""
     code: int = PeerError.code
     hint: str = ""
+    refused: bool = False
 
 
 # ------------------------------------------------------------------------------------ processes
@@ -388,23 +391,25 @@ class Straggler:
     what: str
 
 
-def find_stragglers(busy: Mapping[int, float]) -> list[int]:
+def find_stragglers(busy: Mapping[int, float]) -> dict[int, float]:
     """Return the ranks that the others wait for: those at least three times as busy as the median.
+
+    Each has the median of the other ranks.
 
     Args:
         busy: By rank, the share of time outside of collectives.
 
     Examples:
         >>> find_stragglers({0: 0.2, 1: 1.0, 2: 0.25}), find_stragglers({0: 0.7, 1: 1.0})
-        ([1], [])
+        ({1: 0.25}, {})
     """
-    ranks = []
+    found: dict[int, float] = {}
     for rank, share in busy.items():
+        others = [other for name, other in busy.items() if name != rank]
         # A rank that itself waits for half of its time holds nobody up.
-        others = sorted(other for name, other in busy.items() if name != rank)
-        if others and share > 0.5 and share >= 3.0 * others[len(others) // 2]:
-            ranks.append(rank)
-    return ranks
+        if others and share > 0.5 and share >= 3.0 * statistics.median_high(others):
+            found[rank] = statistics.median_high(others)
+    return found
 
 
 def wait_in_different_places(beats: Mapping[int, Beat | None]) -> bool:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import gzip
 import os
+import shutil
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +19,7 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity
 
+from trainkit.files import atomic_write, convert_disk_errors
 from trainkit.phases import BETWEEN_STEPS, get_phase_times
 from trainkit.run.log import COLUMNS
 
@@ -136,7 +141,10 @@ def profile(
         folder: Where to write, created if it does not exist; equal on all ranks.
         rank: The rank, `ps.world.index`.
         device: The device of this rank, `ps.device`.
-        report: Called with the summary.
+        report: Called with the summary, before anything is written.
+
+    Raises:
+        DiskError: A file cannot be written.
 
     Effects:
         Writes `rank_00000.json.gz`, and on CUDA `rank_00000.memory.pickle`. Inside the block
@@ -152,32 +160,58 @@ def profile(
         ['rank_00000.json.gz']
     """
     device = torch.device(device)
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rank_{rank:05d}.json.gz"
+    path = Path(folder) / f"rank_{rank:05d}.json.gz"
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-        torch.cuda.memory._record_memory_history(max_entries=_MEMORY_ENTRIES)  # noqa: SLF001 (as in torch's pages)
-    with (
-        _silence_kineto(),
-        torch.profiler.profile(activities=activities) as profiler,
-        _mark_phases(profiler) as left_out,
-    ):
+    with _record_cuda_memory(device):
+        with (
+            _silence_kineto(),
+            torch.profiler.profile(activities=activities) as profiler,
+            _mark_phases(profiler) as left_out,
+        ):
+            yield
+            if device.type == "cuda":  # so that the kernels of the last step are in the trace
+                torch.cuda.synchronize(device)
+        events: Any = profiler.events()
+        begin = min((event.time_range.start for event in events), default=0.0)
+        end = max((event.time_range.end for event in events), default=0.0)
+        on = "cuda" if device.type == "cuda" else "cpu"
+        seconds = (end - begin) / 1e6
+        # Before the files, which may not be writable.
+        report(summarize_profile(events, on=on, seconds=seconds, left_out=sum(left_out)))
+        with convert_disk_errors(path, by="profile"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write_trace(profiler, path)
+            if device.type == "cuda":
+                snapshot = path.with_name(f"rank_{rank:05d}.memory.pickle")
+                torch.cuda.memory._dump_snapshot(str(snapshot))  # noqa: SLF001 (as in torch's pages)
+
+
+@contextlib.contextmanager
+def _record_cuda_memory(device: torch.device) -> Iterator[None]:
+    """Record the allocations of the block on CUDA, and no longer, however it ends."""
+    if device.type != "cuda":
         yield
-        if device.type == "cuda":  # so that the kernels of the last step are in the trace
-            torch.cuda.synchronize(device)
-    profiler.export_chrome_trace(str(path))
-    if device.type == "cuda":
-        snapshot = folder / f"rank_{rank:05d}.memory.pickle"
-        torch.cuda.memory._dump_snapshot(str(snapshot))  # noqa: SLF001
+        return
+    torch.cuda.memory._record_memory_history(max_entries=_MEMORY_ENTRIES)  # noqa: SLF001
+    try:
+        yield
+    finally:
         torch.cuda.memory._record_memory_history(enabled=None)  # noqa: SLF001
-    events: Any = profiler.events()
-    begin = min((event.time_range.start for event in events), default=0.0)
-    end = max((event.time_range.end for event in events), default=0.0)
-    on = "cuda" if device.type == "cuda" else "cpu"
-    seconds = (end - begin) / 1e6
-    report(summarize_profile(events, on=on, seconds=seconds, left_out=sum(left_out)))
+
+
+def _write_trace(profiler: torch.profiler.profile, path: Path) -> None:
+    """Write a trace, whole or not at all."""
+    with tempfile.TemporaryDirectory() as folder, atomic_write(path, by="profile") as file:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        with trace.open("rb") as source, gzip.GzipFile(fileobj=file, mode="wb") as target:
+            shutil.copyfileobj(source, target)
+            # torch says nothing where the disk of temporary files was full.
+            source.seek(max(0, source.tell() - 64))
+            if not source.read().rstrip().endswith(b"}"):
+                raise OSError(errno.ENOSPC, f"{folder} has no room for the trace")
 
 
 @contextlib.contextmanager

@@ -25,12 +25,16 @@ from trainkit.run.clocks import START
 from trainkit.run.peers import SILENT_AFAR, Member, is_gone
 from trainkit.types import ConfigError, Layout
 
-State = Literal["running", "ended", "stopped", "died", "stale", "unknown"]
+State = Literal["running", "ended", "stopped", "died", "refused", "stale", "unknown"]
 """running: it shows signs of life; ended: it took its last step; stopped: it can be resumed; died:
-it failed or was killed; stale: it neither ended nor shows a sign of life; unknown: its files cannot
-be read."""
+it failed or was killed; refused: it has never started; stale: it neither ended nor shows a sign of
+life; unknown: its files cannot be read."""
 
-_SIGNS = ("lock", "metrics.jsonl", "events.jsonl", "run.json", "config.toml", "final.json")
+OVER: frozenset[State] = frozenset({"ended", "stopped", "died", "refused"})
+"""The states of a run in which no process trains any more."""
+
+_SIGNS = ("lock", "metrics.jsonl", "events.jsonl", "run.json", "config.toml", "final.json", "ranks")
+_KILLED = 'it was killed: it has left no event "end"'
 _DEPTH = 3  # folders below the one that is listed
 _TAIL = 1 << 16  # bytes from the end of a file that are read first
 _MAX_CONFIG = 1 << 16  # bytes
@@ -133,7 +137,7 @@ def read_run_status(run_dir: str | Path) -> RunStatus:
         events = _read_last_start(run_dir / "events.jsonl")
         lines = _parse_lines(_read_tail(run_dir / "metrics.jsonl", _TAIL))
         is_locked = (run_dir / "lock").exists()
-        state, why = _judge_lock(run_dir) if is_locked else _judge_end(run_dir, events)
+        state, why = _judge_lock(run_dir, events) if is_locked else _judge_end(run_dir, events)
     except OSError as error:
         why = f"{error.filename or run_dir} cannot be read: {error.strerror}"
         return RunStatus(path=run_dir, state="unknown", why=why.removeprefix(f"{run_dir}/"))
@@ -154,43 +158,63 @@ def read_run_status(run_dir: str | Path) -> RunStatus:
     )
 
 
+def describe_status(status: RunStatus) -> str:
+    """Return the state of a run, and why it has it.
+
+    Examples:
+        >>> describe_status(RunStatus(path=Path("runs/a"), state="died", why="DataError"))
+        'died: DataError'
+    """
+    return status.state if status.why is None else f"{status.state}: {status.why}"
+
+
 def _judge_end(run_dir: Path, events: list[dict[str, Any]]) -> tuple[State, str | None]:
     """Return how a run without a lock has ended, and why, from its beats and its last events."""
-    ends = {str(event.get("event")): event for event in events}
     failure = _read_json(run_dir / "ranks" / "failure.json")  # of the last process, never older
     beat = _read_json(run_dir / "ranks" / "rank_00000.json")
-    is_complete = "end" in ends and not ends["end"].get("failure") and "stop" not in ends
-    if is_complete and beat.get("phase") == START:
-        return "ended", None  # the failure is of a later start, refused before any step
+    state, why = _judge_events(events)
+    # Had that start taken a step, the failure would be in its events too.
+    if failure.get("refused") and state != "died":
+        refusal = str(failure.get("what")).removeprefix("failed: ")
+        refusal = refusal.removesuffix(f" (in phase {START!r})")
+        if not events:
+            return "refused", refusal
+        return state, f"{why + '; ' if why else ''}the last start was refused: {refusal}"
+    if state == "ended" and beat.get("phase") == START:
+        return "ended", None  # the failure is of a later start, which took no step
     if failure:
-        why = _describe_failure(failure)
-    elif beat.get("state") == "failed":
-        why = f"failed in phase {beat.get('phase')!r}"
-    elif "end" in ends:
-        why = ends["end"].get("failure")
-        if not why:
-            return ("stopped", str(ends["stop"].get("why"))) if "stop" in ends else ("ended", None)
-    elif events or beat:
-        why = 'it was killed: it has left no event "end"'
-    else:
+        return "died", _describe_failure(failure)
+    if beat.get("state") == "failed":
+        return "died", f"failed in phase {beat.get('phase')!r}"
+    return ("died", _KILLED) if beat and not events else (state, why)
+
+
+def _judge_events(events: list[dict[str, Any]]) -> tuple[State, str | None]:
+    """Return how the last start that took steps has ended, and why."""
+    ends = {str(event.get("event")): event for event in events}
+    if not events:
         return "unknown", "it has no events"
-    return "died", str(why)
+    if "end" not in ends:
+        return "died", _KILLED
+    if failure := ends["end"].get("failure"):
+        return "died", str(failure)
+    return ("stopped", str(ends["stop"].get("why"))) if "stop" in ends else ("ended", None)
 
 
 def _describe_failure(failure: Mapping[str, Any]) -> str:
     return f"rank {failure.get('rank')} {failure.get('what')}"
 
 
-def _judge_lock(run_dir: Path) -> tuple[State, str | None]:
+def _judge_lock(run_dir: Path, events: list[dict[str, Any]]) -> tuple[State, str | None]:
     """Return whether the owner of a lock is alive, as far as that can be known from here."""
     holder = _read_json(run_dir / "lock")
     host, pid = str(holder.get("host")), holder.get("pid")
     member = Member(0, host, host, pid if isinstance(pid, int) else 0, started="")
     if holder and is_gone(member, here=socket.gethostname()):
         # A launcher kills the other ranks when one has ended: the cause is what that one wrote.
-        failure = _read_json(run_dir / "ranks" / "failure.json")
-        killed = f"it was killed: process {pid} on {host} is gone"
-        return "died", _describe_failure(failure) if failure else killed
+        if _read_json(run_dir / "ranks" / "failure.json"):
+            return _judge_end(run_dir, events)
+        return "died", f"it was killed: process {pid} on {host} is gone"
     silence = _measure_silence(run_dir / "lock", *(run_dir / "ranks").glob("rank_*.json"))
     if silence is not None and silence > SILENT_AFAR:
         return "stale", f"no sign of life of process {pid} on {host} for {format_age(silence)}"

@@ -18,7 +18,6 @@ import faulthandler
 import io
 import os
 import secrets
-import statistics
 import sys
 import threading
 import time
@@ -45,7 +44,9 @@ from trainkit.run.errors import (
 from trainkit.run.stacks import describe_stack, is_in_collective, read_stack
 from trainkit.types import (
     Axis,
+    CheckpointError,
     ConfigError,
+    DataError,
     DiskError,
     Log,
     PeerError,
@@ -65,6 +66,7 @@ class Announce(Protocol):
 
 _TICK = 0.2  # seconds between two samples of the main thread
 _PER_BEAT = 5  # ticks between two beats
+_REFUSED = {ConfigError.code, DataError.code, CheckpointError.code}
 _CAUSE_GRACE = 5.0  # seconds the main thread has to notice that a peer has failed, and to end
 _ECHO_GRACE = 5.0  # seconds in which the cause of a broken connection may still become known
 # In a stack: the main thread has noticed that a peer failed, and saves.
@@ -496,7 +498,7 @@ def _warn_of_stragglers(rank: _Watch) -> None:
     busy = {number: x.busy for number, x in beats.items() if x is not None and x.busy >= 0}
     phases = {x.phase.rstrip("0123456789") for x in beats.values() if x is not None}
     # A rank that prunes checkpoints while the others step is no straggler.
-    found = peers.find_stragglers(busy) if len(phases) == 1 else []
+    found = peers.find_stragglers(busy) if len(phases) == 1 else {}
     for number in beats:
         looks = rank.others.slow.get(number, 0) + 1 if number in found else 0
         rank.others.slow[number] = looks
@@ -506,8 +508,8 @@ def _warn_of_stragglers(rank: _Watch) -> None:
                 f"others, which spend up to {1 - min(busy.values()):.0%} of their time waiting; "
                 f"it is {peers.describe_beat(beats[number])}"
             )
-            others = statistics.median_high(busy[x] for x in busy if x != number)
-            rank.options.report_straggler(peers.Straggler(number, busy[number], others, what))
+            straggler = peers.Straggler(number, busy[number], found[number], what)
+            rank.options.report_straggler(straggler)
 
 
 def _check_directory(rank: _Watch) -> None:
@@ -743,7 +745,9 @@ def _report_own(rank: _Watch, error: BaseException) -> BaseException:
         if len(team.members) == 1:
             return error
         failed = f"left with exit code {error.code or 0} in phase {name!r}, before the end"
-    peers.write_failure(team.folder, peers.Failure(team.session, team.own.rank, failed))
+    refused = name == START and get_exit_code(error) in _REFUSED
+    failure = peers.Failure(team.session, team.own.rank, failed, refused=refused)
+    peers.write_failure(team.folder, failure)
     # With an exit code of 0 the launcher would take the run for finished.
     if isinstance(error, SystemExit) and not error.code:
         return RuntimeError(f"watch: rank {team.own.rank} {failed}")

@@ -66,9 +66,18 @@ def compare(a, b, capsys, *flags):
     ("fields", "verdict"),
     [
         ({"batch_hash": "0", "loss_hex": "0"}, "equal until step 4; then the batch differs"),
-        ({"loss_hex": "0x1p+9", "lr_hex": "0"}, "equal until step 4; then the loss differs"),
-        ({"grad_norm_hex": "0x1p+9"}, "equal until step 4; then the gradient norm differs"),
-        ({"lr_hex": "0x1p+9"}, "equal until step 4; then the learning rate differs"),
+        (
+            {"loss_hex": "0x1p+0", "lr_hex": "0"},
+            "equal until step 4; then the loss differs, by 6.0e-01 of its value",
+        ),
+        (
+            {"grad_norm_hex": "0x1.0000000000001p+0"},
+            "equal until step 4; then the gradient norm differs, by 2.2e-16 of its value",
+        ),
+        (
+            {"lr_hex": "nan"},
+            "equal until step 4; then the learning rate differs, by inf of its value",
+        ),
         ({"seconds": 9.0, "note": "other"}, "equal in all 9 steps"),
     ],
 )
@@ -81,6 +90,16 @@ def test_the_first_field_of_the_first_step_that_differs_is_the_verdict(fields, v
     if steps["differs"]:
         assert steps["differs"]["step"] == 5
         assert (steps["unequal"], steps["common"]) == (1, 9)
+
+
+def test_the_largest_difference_of_all_steps_is_measured():
+    wrong = {2: 4 + 1e-6, 3: 8 / 3 - 1e-2, 4: 2 + 1e-6}
+    one = [line(step, loss_hex=wrong.get(step, 8 / step).hex()) for step in range(1, 6)]
+    found = compare_steps(one, [line(step) for step in range(1, 6)])
+    assert found["differs"]["relative"] == {"loss_hex": pytest.approx(2.5e-7)}
+    assert found["largest"] == {"loss_hex": [3, pytest.approx(3.75e-3)]}
+    found = compare_steps([line(1, lr_hex="0x0p+0"), line(2)], [line(1, lr_hex="0"), line(2)])
+    assert found["largest"] == {"lr_hex": [1, float("inf")]}  # of a rate of 0
 
 
 def test_steps_that_were_rolled_back_do_not_count():
@@ -151,10 +170,16 @@ def test_configuration_data_code_and_versions_are_listed(tmp_path, capsys, monke
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert main(["diff", str(a), str(b)]) == 1
     text = capsys.readouterr().out
-    assert text.startswith("the loss differs from the first step on, step 1\nstep 1:\n  loss_hex  ")
+    assert text.startswith(
+        "the loss differs from the first step on, step 1, by 9.8e-01 of its value\nstep 1:\n"
+        "  loss_hex  "
+    )
     assert "  lr   0.1  0.2\n" in text
     assert "\x1b" not in text
-    assert "1 of the 1 steps that both have differ" in text
+    assert (
+        "1 of the 1 steps that both have differ\n"
+        "the loss differs most in step 1, by 9.8e-01 of its value\n"
+    ) in text
 
 
 def test_what_only_one_run_has_on_record_is_no_difference(tmp_path, capsys):
@@ -200,7 +225,7 @@ def test_what_is_no_run_is_refused(write, message, tmp_path, capsys):
 # ------------------------------------------------------------------------------------ checkpoints
 
 
-def test_the_first_parameter_that_differs_is_named(tmp_path, capsys):
+def test_the_first_parameter_that_differs_is_named(tmp_path, capsys, monkeypatch):
     a, b = (write_run(tmp_path / name, [line(1)]) for name in "ab")
     save(a, (1, 2, 3))
     save(b, (1, 2, 3, 4), wrong=2)
@@ -215,6 +240,18 @@ def test_the_first_parameter_that_differs_is_named(tmp_path, capsys):
     assert (saved["differs"]["step"], saved["differs"]["tensors"]) == (2, 2)
     assert 0 < saved["differs"]["relative"] < 1e-2
     assert saved["differs"]["counters"] == {}
+    torch.manual_seed(0)  # as `save` makes the model, one of whose biases gets 1e-3 more
+    bias = [nn.Linear(2, 2).bias for _ in range(11)][10].detach()
+    bias[1] += 1e-3
+    name, relative = saved["differs"]["largest"]
+    assert (name, relative) == (
+        "model/10.bias",
+        pytest.approx(1e-3 / float(bias.abs().max()), 1e-3),
+    )
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["diff", str(a), str(b)]) == 1
+    text = f"of the parameters {name} differs most, max|a - b| / max|b| {relative:.1e}"
+    assert text in capsys.readouterr().out.splitlines()
 
 
 def test_counters_alone_may_differ(tmp_path):

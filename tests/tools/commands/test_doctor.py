@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[3]
 GOOD = {
     "torch": "2.13.0+cu130",
     "cores": 8,
+    "load": 4.0,
     "packages": {"nvidia-ml-py": "13.6"},
     "missing": {},
     "devices": {"cuda:0": {"name": "H100", "signs": []}},
@@ -39,6 +40,7 @@ def test_it_has_what_a_bug_report_needs(capsys):
     assert "gloo" in facts["backends"]
     assert facts["attention"]["plain"].startswith(("sdpa", "varlen"))
     assert facts["limits"]["open_files"] != 0
+    assert facts["load"] >= 0
     assert 0 < facts["gib"]["memory_free"] <= facts["gib"]["memory"]
     assert facts["problems"] == doctor.find_problems(facts)
 
@@ -84,6 +86,7 @@ def test_a_good_machine_has_no_problem():
         ({"limits": GOOD["limits"] | {"open_files": 1024}}, "1024 files"),
         ({"limits": GOOD["limits"] | {"processes": 200}}, "200 processes"),
         ({"limits": GOOD["limits"] | {"memlock": 65536}}, "InfiniBand"),
+        ({"load": 4.1}, "load of the last minute is 4.1 on 8 cores"),
         ({"container": {"cores": 1.5, "memory_gib": None}}, "has 1.5 of 8 cores"),
         ({"container": {"cores": None, "memory_gib": 16.0}}, "16 of 64 GiB of memory"),
     ],

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from rank_processes import free_port
+from rank_processes import free_port, start_command
 from torch.distributed import run as torchrun
 
 from trainkit.__main__ import _make_parser, main
@@ -17,15 +17,15 @@ from trainkit.tools.commands.launch import choose_exit_code
 
 ROOT = Path(__file__).parents[3]
 STOPPABLE = ROOT / "tests" / "run" / "stoppable.py"
-LAUNCH = [sys.executable, "-m", "trainkit", "launch"]
+TWO = ["launch", "--nproc-per-node", "2"]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 
 
-def launch(*arguments):
+def launch(log, *arguments):
     """Run the command on two ranks to its end; return its exit code and what it printed."""
-    command = [*LAUNCH, "--nproc-per-node", "2", *map(str, arguments)]
-    done = subprocess.run(command, env=ENV, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout + done.stderr
+    process = start_command([*TWO, *arguments], log, ENV)
+    process.join()
+    return process.exitcode, log.read_text()
 
 
 def wait_for(find):
@@ -37,20 +37,20 @@ def wait_for(find):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_is_passed_on_and_the_code_says_that_all_is_saved(number, tmp_path):
-    flags = ["--nproc-per-node", "2", "--max-restarts", "3", STOPPABLE, tmp_path, "2000", "0.02"]
+    flags = ["--max-restarts", "3", STOPPABLE, tmp_path, "2000", "0.02"]
     pids = [tmp_path / f"pid_{rank}" for rank in range(2)]
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen([*LAUNCH, *map(str, flags)], env=ENV, stdout=log, stderr=log)
+    process = start_command([*TWO, *flags], tmp_path / "log", ENV)
     try:
         metrics = tmp_path / "metrics_0.jsonl"
         wait_for(lambda: all(x.exists() for x in pids) and metrics.exists() and metrics.read_text())
-        process.send_signal(number)
-        assert process.wait(60) == 75, (tmp_path / "log").read_text()
+        os.kill(process.pid, number)
+        process.join(60)
+        assert process.exitcode == 75, (tmp_path / "log").read_text()
     finally:
         for pid in (process.pid, *(int(x.read_text()) for x in pids if x.exists())):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        process.wait()
+        process.join()
     assert (tmp_path / "state.json").exists()
     ends = [(tmp_path / f"ends_{rank}").read_text().splitlines() for rank in range(2)]
     assert [len(lines) for lines in ends] == [1, 1], "the agent has started the workers again"
@@ -60,9 +60,11 @@ def test_a_signal_is_passed_on_and_the_code_says_that_all_is_saved(number, tmp_p
 
 def test_what_a_recipe_refuses_is_64(tmp_path):
     recipe = ROOT / "recipes" / "pretrain.py"
-    code, printed = launch(recipe, "--tp", "3", "--out", tmp_path / "run")
-    assert code == 64, printed
-    assert "launch: exit code 64; the workers of this machine: " in printed
+    flags = [recipe, "--tp", "3", "--out", tmp_path / "run"]
+    command = [sys.executable, "-m", "trainkit", *TWO, *flags]
+    done = subprocess.run(command, env=ENV, capture_output=True, text=True, check=False)
+    assert done.returncode == 64, done.stderr
+    assert "launch: exit code 64; the workers of this machine: " in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -76,13 +78,15 @@ def test_a_crash_is_the_code_of_the_rank_that_crashed(ends, code, tmp_path):
         f"if os.environ['RANK'] == '1':\n    {ends}\n"
         f"else:\n    time.sleep({3 if code else 0})\n"
     )
-    assert launch(script)[0] == code
+    # torchrun would take --run for an abbreviation of its own --run-path.
+    assert launch(tmp_path / "log", script, "--run", tmp_path)[0] == code
 
 
-def test_agents_that_do_not_meet_are_68():
+def test_agents_that_do_not_meet_are_68(tmp_path):
     place = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint"]
     conf = ["--rdzv-conf", "join_timeout=1", "--local-addr", "127.0.0.1"]
-    code, printed = launch(*place, f"127.0.0.1:{free_port()}", *conf, STOPPABLE)
+    log, endpoint = tmp_path / "log", f"127.0.0.1:{free_port()}"
+    code, printed = launch(log, *place, endpoint, *conf, STOPPABLE)
     assert code == 68
     assert "launch: the agents did not meet, or have lost one another: Rendezvous" in printed
 

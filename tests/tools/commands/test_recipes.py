@@ -37,7 +37,7 @@ def test_the_list_is_read_on_a_terminal_of_80_columns(capsys, monkeypatch):
 def test_a_copy_is_the_recipe_below_a_line_with_the_version(capsys):
     assert main(["recipe", "pretrain"]) == 0
     first, text = capsys.readouterr().out.split("\n", 1)
-    assert first == f"# recipes/pretrain.py of trainkit-lm {files.read_version()}"
+    assert first == f"# The recipe pretrain of trainkit-lm {files.read_version()}"
     assert text == (RECIPES / "pretrain.py").read_text()
     assert ast.get_docstring(ast.parse(f"{first}\n{text}"))
 

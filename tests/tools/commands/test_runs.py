@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from trainkit.__main__ import main
-from trainkit.run import open_run, status
+from trainkit.run import control_run, open_run, status
 from trainkit.run.status import find_runs, read_run_status
-from trainkit.types import ConfigError
+from trainkit.types import ConfigError, DataError
 
 START = {"time": 1.0, "event": "start", "step": 0, "repeated": 0, "ranks": 2, "last": 9, "run": "a"}
 END = {"time": 2.0, "event": "end", "step": 7, "failure": None}
@@ -77,6 +77,20 @@ STATES = {
     "ended": (partial(write_run, events=[START, END]), None),
     "ended after a stop": (partial(write_run, events=[START, STOP, END, START, END]), None),
     "running after a stop": (partial(write_run, events=[START, STOP, END], lock=SELF), None),
+    "stopped, and its next start was refused": (
+        partial(write_run, events=[START, STOP, END], failure=FAILURE | {"refused": True}),
+        "SIGTERM on rank 0; the last start was refused: ConfigError: no such",
+    ),
+    "died, and its next start was refused": (
+        partial(write_run, events=[START], failure=FAILURE | {"refused": True}),
+        "rank 1 failed: ConfigError: no such corpus",
+    ),
+    "stopped, and a rank was killed as its next start was refused": (
+        partial(
+            write_run, events=[START, STOP, END], failure=FAILURE | {"refused": True}, lock=GONE
+        ),
+        "the last start was refused",
+    ),
     "unknown": (partial(write_run, events=[]), "it has no events"),
 }
 
@@ -97,17 +111,37 @@ def test_a_state_is_read_from_what_a_run_left(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("phase", "state"), [("start", "ended"), ("step 8", "died"), ("the end", "died")]
+    ("phase", "events", "error", "state"),
+    [
+        ("start", [START, END], ConfigError, "ended"),
+        ("start", [START, STOP, END], ConfigError, "stopped"),
+        ("start", [START, STOP, END], RuntimeError, "died"),
+        ("step 8", [START, END], ConfigError, "died"),
+        ("the end", [START, END], ConfigError, "died"),
+    ],
 )
-def test_a_start_that_is_refused_leaves_a_complete_run_complete(phase, state, tmp_path):
-    run = write_run(tmp_path / "run", [START, END])
-    with contextlib.suppress(ConfigError), open_run(run) as later:
+def test_a_start_that_is_refused_does_not_change_the_state(phase, events, error, state, tmp_path):
+    run = write_run(tmp_path / "run", events)
+    with contextlib.suppress(error), open_run(run) as later:
         later.phase(phase, allow=60)
-        raise ConfigError("other flags")
+        raise error("other flags")
     assert (run / "errors" / "rank_00000.txt").exists()
     found = read_run_status(run)
     assert found.state == state
-    assert (found.why or "").count("other flags") == (state == "died")
+    assert ("the last start was refused" in found.why) == (state != "died")
+    assert "other flags" in found.why
+
+
+def test_a_first_start_that_is_refused_is_listed_as_such(tmp_path):
+    run = tmp_path / "run"
+    with contextlib.suppress(DataError), open_run(run):
+        raise DataError("nowhere.jsonl: No such file")
+    assert find_runs(tmp_path) == [run]
+    found = read_run_status(run)
+    assert found.state == "refused"
+    assert found.why == "DataError: nowhere.jsonl: No such file"
+    with pytest.raises(ConfigError, match=r"was refused: DataError: nowhere\.jsonl"):
+        control_run(run, "save")
 
 
 def test_the_end_of_a_long_file_of_events_is_enough(tmp_path, monkeypatch):

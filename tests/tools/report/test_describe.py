@@ -2,13 +2,16 @@
 
 import json
 import math
+import re
+from importlib import resources
 from itertools import pairwise
+from typing import get_args
 
 import numpy as np
 import pytest
 import report_runs
 
-from trainkit.run.status import RunStatus
+from trainkit.run.status import RunStatus, State
 from trainkit.tools.report.describe import describe_run
 from trainkit.tools.report.read import RunFiles, read_run
 from trainkit.tools.report.thin import make_buckets, thin_axis, thin_values
@@ -106,31 +109,63 @@ def test_a_phase_that_a_line_lacks_took_no_time_and_other_values_are_gaps(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("state", "why", "kind", "text"),
+    ("state", "why"),
     [
-        ("running", None, "running", "running"),
-        ("ended", None, "finished", "finished"),
-        ("stopped", "SIGTERM on rank 0", "stopped", "stopped: SIGTERM on rank 0"),
-        ("died", "NumericsError", "failed", "failed: NumericsError"),
-        ("stale", "no sign of life for 3 min", "silent", "no sign of life for 3 min"),
-        ("unknown", "it has no events", "unknown", "unknown"),
+        ("running", None),
+        ("ended", None),
+        ("stopped", "SIGTERM on rank 0"),
+        ("died", "NumericsError"),
+        ("refused", "rank 0 failed: ConfigError"),
+        ("stale", "no sign of life for 3 min"),
+        ("unknown", "it has no events"),
     ],
 )
-def test_every_state_of_a_run_has_words(tmp_path, state, why, kind, text):
+def test_the_state_of_a_run_has_the_words_of_its_status(tmp_path, state, why):
+    assert state in get_args(State)
     status = RunStatus(path=tmp_path, state=state, why=why)
     run = RunFiles(tmp_path, [{"step": 1, "loss": 1.0}], status=status)
-    assert describe_run(run)["state"] == {"kind": kind, "text": text}
+    text = f"{state}: {why}" if why else state
+    assert describe_run(run)["state"] == {"kind": state, "text": text}
+
+
+def test_the_page_has_a_color_for_each_state_but_those_without_news():
+    style = resources.files("trainkit.tools.report").joinpath("assets/style.css").read_text()
+    colored = set(re.findall(r"\.pill\.(\w+)::before", style))
+    assert colored == {*get_args(State)} - {"stopped", "unknown"}
 
 
 def test_the_state_is_that_of_the_directory(tmp_path):
-    assert describe(report_runs.healthy(tmp_path / "a", 40))["state"]["kind"] == "finished"
+    assert describe(report_runs.healthy(tmp_path / "a", 40))["state"]["kind"] == "ended"
     assert describe(report_runs.slow(tmp_path / "b", 40))["state"]["kind"] == "running"
     assert describe(report_runs.diverging(tmp_path / "c", 40))["state"] == {
-        "kind": "failed",
-        "text": "failed: NumericsError",
+        "kind": "died",
+        "text": "died: NumericsError",
     }
-    starting = report_runs.write_run(tmp_path / "d", [], [])
-    assert describe(starting)["state"]["text"] == "starting"
+
+
+# ------------------------------------------------------------------------------------ figures
+
+
+def test_the_figures_at_the_top_are_those_of_the_lines(tmp_path):
+    assert describe(report_runs.known(tmp_path))["numbers"] == {
+        "step": 150,
+        "last": 200,
+        "ranks": 4,
+        "loss": 2.0,
+        "evaluation": 2.5,
+        "tokens": 150_000,
+        "seconds": 0.5,  # the median of the last 100 steps; that of all is 1
+        "tokens_per_second": 2000.0,
+        "mfu": 0.4,
+        "hfu": 0.5,
+        "memory": 3 * 2**30,
+        "memory_rank": 2,
+        "wall": 105.0 + 144.0,  # of two processes
+        "share": 0.5,  # of those 249 s: 99 steps of 1 s, and 51 of half a second
+        "starts": 2,
+        "repeated": 10,
+        "saves": 1,
+    }
 
 
 def test_a_run_without_a_line_has_a_page(tmp_path):
@@ -246,6 +281,8 @@ def test_a_column_of_layers_holds_the_largest_of_its_steps(tmp_path):
     (found,) = page["layers"]
     assert len(found["x"]) == len(found["stats"]["rms"]) == 240
     assert max(row[1] for row in found["stats"]["rms"]) == 50.0
+    # A column stands at its last step, so that the newest has a place on the page.
+    assert [found["x"][i][0] for i in (0, -1)] == [4, 1000]
     assert "zeros" not in found["stats"]
 
 

@@ -130,7 +130,7 @@ def test_the_command_writes_a_page_and_says_where(tmp_path, capsys):
     folder = report_runs.healthy(tmp_path / "run", 40)
     assert main(["report", str(folder), "--title", "mine"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["runs"] == [{"name": "run", "state": "finished", "text": "finished"}]
+    assert report["runs"] == [{"name": "run", "state": "ended", "text": "ended"}]
     assert report["bytes"] == (folder / "report.html").stat().st_size
     assert read_data((folder / "report.html").read_text())["title"] == "mine"
 
@@ -140,9 +140,7 @@ def test_on_a_terminal_the_command_names_each_run_and_the_page(tmp_path, capsys,
     folders = [report_runs.healthy(tmp_path / name, 40) for name in ("a", "b\x1b[31m")]
     assert main(["report", *map(str, folders)]) == 0
     page = folders[0] / "report.html"
-    assert capsys.readouterr().out == (
-        f"a: finished\nb\ufffd[31m: finished\nthe page is in {page}\n"
-    )
+    assert capsys.readouterr().out == (f"a: ended\nb\ufffd[31m: ended\nthe page is in {page}\n")
 
 
 def test_follow_writes_anew_until_the_run_has_ended(tmp_path, monkeypatch):

@@ -34,7 +34,7 @@ from trainkit.weights.checkpoint import (
     verify_checkpoint,
 )
 from trainkit.weights.checkpoint.component_trees import find_state_problems
-from trainkit.weights.checkpoint.components import find_ranks_of_node
+from trainkit.weights.checkpoint.components import copy_components, find_ranks_of_node
 from trainkit.weights.checkpoint.diff import diff_checkpoints
 from trainkit.weights.checkpoint.load import load_checkpoint, load_weights
 from trainkit.weights.checkpoint.snapshot import check_savable
@@ -411,11 +411,11 @@ def test_a_hostile_state_is_damage_and_no_crash(tmp_path, change):
 # ----------------------------------------------------------------------------------------- a run
 
 
-def train(folder, *, seed=0, fail_at=None, bad_at=None, extra=None, last=LAST):
+def train(folder, *, seed=0, fail_at=None, bad_at=None, fail_between=None, extra=None, last=LAST):
     """Train 7 steps on draws of a component, save every 3, and return the components.
 
-    At step `fail_at` the process ends with an error after its draw; the loss of step `bad_at` is
-    not finite.
+    At step `fail_at` the process ends with an error after its draw, at `fail_between` with one
+    after the step; the loss of step `bad_at` is not finite.
     """
     torch.manual_seed(0)
     model = nn.Linear(2, 1, bias=False)
@@ -449,6 +449,8 @@ def train(folder, *, seed=0, fail_at=None, bad_at=None, extra=None, last=LAST):
                 metrics = {"loss": loss, "grad_norm": 1.0, "lr": 0.1, "tokens": 1, "skipped": bad}
                 state = attrs.evolve(state, step=step, cursor=Cursor(step))
                 state = loop.record(state, metrics, StepBatch([], state.cursor))
+                if step == fail_between:
+                    raise RuntimeError("the machine burns")
                 loop.checkpoint(state)
         run.finish(state, model, optimizer)
     return average, draw
@@ -458,11 +460,12 @@ def final(folder):
     return json.loads((folder / "final.json").read_text())["state_hash"]
 
 
-def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path, capsys):
+@pytest.mark.parametrize("fault", [{"fail_at": 6}, {"fail_between": 5}], ids=str)
+def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path, capsys, fault):
     average, draw = train(tmp_path / "whole")
     with pytest.raises(SystemExit):
-        train(tmp_path / "killed", fail_at=6)
-    # The draw of step 6 has been taken, and the save of step 5 does not have it.
+        train(tmp_path / "killed", **fault)
+    # The draw of step 6 may have been taken, and the save of step 5 does not have it.
     assert "step 5, the last one before the error, is saved" in capsys.readouterr().err
     newest = list_checkpoints(tmp_path / "killed/checkpoints")[0]
     assert newest.name == "step_00000005"
@@ -470,6 +473,40 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path, capsys):
     assert draw_again.seen == draw.seen
     assert average_again.weights["weight"].equal(average.weights["weight"])
     assert final(tmp_path / "killed") == final(tmp_path / "whole")
+
+
+def test_a_step_copies_components_once(tmp_path):
+    class Counted(Own):
+        reads = 0
+
+        def state_dict(self):
+            self.reads += 1
+            return super().state_dict()
+
+    reads = []
+    for last in (1, 2):  # none of these steps saves
+        counted = Counted({"x": torch.ones(2)})
+        train(tmp_path / f"{last}", extra={"counted": counted}, last=last)
+        reads.append(counted.reads)
+    assert reads[1] - reads[0] == 1
+
+
+def test_copies_share_what_the_states_share_and_nothing_else():
+    class Fresh(Own):
+        def state_dict(self):
+            # numpy gives the memory of an array that is gone to the next one of its size.
+            return {"x": torch.from_numpy(np.full(3, self.state))}
+
+    x, y = torch.ones(3), torch.zeros(3)
+    shared = Own({"a": x, "b": x.view(3), "c": [x[:2], (y, 1, None)]})
+    components = {f"fresh_{i}": Fresh(i) for i in range(4)}
+    copies = copy_components({"shared": shared, **components})
+    x.fill_(7)
+    a, b, (c, (d, *plain)) = copies["shared"].state.state_dict().values()
+    assert (a.tolist(), c.tolist(), d.tolist(), plain) == ([1] * 3, [1] * 2, [0] * 3, [1, None])
+    assert a is b
+    found = [copies[name].state.state_dict()["x"].tolist() for name in components]
+    assert found == [[i] * 3 for i in range(4)]
 
 
 def test_large_components_are_not_saved_after_an_error(tmp_path, capsys):

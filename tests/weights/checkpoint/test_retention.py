@@ -173,7 +173,7 @@ def test_a_folder_of_weights_is_no_checkpoint_and_says_what_to_do(file, tmp_path
 
 def test_facts_that_a_reader_needs_are_named_where_they_are_not(tmp_path):
     checkpoints(tmp_path, [1])
-    with pytest.raises(CheckpointError, match=r"does not say its model, config\.tokenizer: it was"):
+    with pytest.raises(CheckpointError, match=r"does not say its model, config\.tokenizer: the"):
         read_facts(find_checkpoint(tmp_path), needs=("model", "config.tokenizer"))
 
 

@@ -34,7 +34,7 @@ from trainkit.text.tokenizers import (
     tokenizer_hash,
     train_bpe,
 )
-from trainkit.types import TrainState
+from trainkit.types import TrainkitError, TrainState
 from trainkit.weights.checkpoint import save_checkpoint
 
 transformers = pytest.importorskip("transformers")
@@ -43,7 +43,7 @@ GOLDEN = Path(__file__).parents[2] / "text" / "chat" / "golden"
 
 
 def saved_run(home, config=CONFIG, tokenizer="bytes", router_bias=0.0, facts=()):
-    """Save a run of a decoder as a recipe does; return its model."""
+    """Save a run of a decoder as a recipe does, without facts that are None; return its model."""
     model = build_decoder(config, seed=1)
     for name, x in model.named_buffers():
         if name.endswith("router.bias"):
@@ -55,6 +55,7 @@ def saved_run(home, config=CONFIG, tokenizer="bytes", router_bias=0.0, facts=())
         "tokenizer": tokenizer_hash(open_tokenizer(tokenizer)),
         **dict(facts),
     }
+    facts = {name: value for name, value in facts.items() if value is not None}
     optimizer = torch.optim.SGD(model.parameters())
     save_checkpoint(home, TrainState(step=3), [model], optimizer, solo_parallel(), facts=facts)
     return model
@@ -76,6 +77,42 @@ def test_a_run_that_began_with_a_folder_keeps_its_context(tmp_path, capsys):
     found = hub.open_model(tmp_path / "run", context=64)
     assert (found.context, found.full_context) == (64, 1024)
     assert hub.open_model(tmp_path / "run").context == 1024
+
+
+NO_FLAGS = {"config.tokenizer": None, "config.row_length": None}
+
+
+def test_the_run_of_a_script_without_flags_says_what_model_it_is(tmp_path, capsys):
+    run = tmp_path / "run"
+    saved_run(run, facts=NO_FLAGS | {"context": 48})
+    assert command(capsys, run, tmp_path / "there")[0] == 0
+    assert hub.open_folder(tmp_path / "there").values["max_position_embeddings"] == 48
+    found = hub.open_model(run)
+    assert (found.config, found.name, found.context) == (CONFIG, "bytes", 48)
+    assert hub.open_model(run, context=32).context == 32
+
+
+@pytest.mark.parametrize(
+    ("facts", "error", "given"),
+    [
+        ({"model": None}, "does not say its model", {}),
+        ({"tokenizer": None}, "does not name its tokenizer", {"tokenizer": "bytes"}),
+        ({"context": None}, "does not say how long the texts of its", {"context": 9}),
+    ],
+)
+def test_what_a_run_does_not_say_is_asked_for(facts, error, given, tmp_path, capsys):
+    run = tmp_path / "run"
+    saved_run(run, facts=NO_FLAGS | {"context": 48} | facts)
+    code, report = command(capsys, run, tmp_path / "there")
+    assert code in (64, 65, 66)
+    assert error in report["error"]
+    assert next((f"--{name}" for name in given), "run.resume(..., model=config") in report["hint"]
+    with pytest.raises(TrainkitError, match=error):
+        hub.open_model(run)
+    if given:
+        assert hub.open_model(run, **given).config == CONFIG
+        words = [word for name, x in given.items() for word in (f"--{name}", x)]
+        assert command(capsys, run, tmp_path / "there", *words)[0] == 0
 
 
 def test_an_exported_run_is_loaded_with_the_same_logits_and_the_same_ids(tmp_path, capsys):

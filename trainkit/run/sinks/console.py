@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TextIO
 
@@ -22,9 +22,6 @@ _MOST_SECONDS = 120.0
 
 _SHOWN = ("loss", "speed", "mfu", "lr", "norm", "load", "left")
 _LEFT_OUT = ("lr", "load", "mfu", "speed")  # in this order, where a line has no room
-
-Show = Callable[[int, Mapping[str, Any], float], None]
-"""`show(step, values, seconds_left)`."""
 
 
 def escape_control_characters(text: str) -> str:
@@ -63,42 +60,76 @@ def open_console(total: int, *, start: int = 0, stream: TextIO | None = None) ->
         step 1/2  loss 5.5450  41.0k tok/s  lr 3.00e-04  norm 1.25  left ...
     """
     stream = sys.stdout if stream is None else stream
-    is_terminal = stream.isatty()
-    show_in = _open_bar if is_terminal else _open_lines
+    with (
+        open_display(total, start=start, stream=stream) as display,
+        pace_display(display, total, start=start, is_terminal=stream.isatty()) as sink,
+    ):
+        yield sink
+
+
+@contextlib.contextmanager
+def open_display(total: int, *, start: int, stream: TextIO) -> Iterator[Sink]:
+    """Yield a sink that shows every step that it gets, with its `seconds_left`.
+
+    Examples:
+        >>> with open_display(2, start=0, stream=sys.stdout) as sink:
+        ...     sink(1, {"loss": 5.545, "seconds_left": 7.0})
+        step 1/2  loss 5.5450  - tok/s  lr -  norm -  left 0:00:07
+    """
+    with (_open_bar if stream.isatty() else _open_lines)(stream, start, total) as show:
+
+        def sink(step: int, values: Mapping[str, Any]) -> None:
+            try:
+                show(step, values)
+            except BrokenPipeError:  # raised once: what is written later goes nowhere
+                with contextlib.suppress(OSError, ValueError):
+                    redirect_to_devnull(stream)
+                raise
+
+        yield sink
+
+
+@contextlib.contextmanager
+def pace_display(display: Sink, total: int, *, start: int, is_terminal: bool) -> Iterator[Sink]:
+    """Yield a sink that passes on the steps that `open_console` shows, and at the end the last.
+
+    Most of its calls only read the clock, so that a step does not wake up the thread of a display.
+
+    Examples:
+        >>> with pace_display(lambda step, _: print(step), 9, start=0, is_terminal=False) as sink:
+        ...     for step in (1, 2, 3):
+        ...         sink(step, {})
+        1
+        3
+    """
     opened = time.monotonic()
     first = (opened, start)  # the speed is measured from here
     due = 0.0
     waiting: tuple[float, int, Mapping[str, Any]] | None = None
-    with show_in(stream, start, total) as show:
 
-        def flush() -> None:
-            nonlocal waiting
-            if waiting is not None:
-                now, step, values = waiting
-                pace = (now - first[0]) / max(1, step - first[1])
-                try:
-                    show(step, values, pace * (total - step))
-                except BrokenPipeError:  # raised once: what is written later goes nowhere
-                    with contextlib.suppress(OSError, ValueError):
-                        redirect_to_devnull(stream)
-                    raise
-                waiting = None
+    def flush() -> None:
+        nonlocal waiting
+        if waiting is not None:
+            now, step, values = waiting
+            waiting = None
+            pace = (now - first[0]) / max(1, step - first[1])
+            display(step, {**values, "seconds_left": pace * (total - step)})
 
-        def sink(step: int, values: Mapping[str, Any]) -> None:
-            nonlocal first, due, waiting
-            if isinstance(values, DelayedMetrics):
-                return
-            now = time.monotonic()
-            waiting = (now, step, values)
-            if now >= due or step >= total:
-                flush()
-                first = first if due else (now, step)  # without the first step, which also warms up
-                due = now + (_BAR_SECONDS if is_terminal else _get_pause(now - opened))
+    def sink(step: int, values: Mapping[str, Any]) -> None:
+        nonlocal first, due, waiting
+        if isinstance(values, DelayedMetrics):
+            return
+        now = time.monotonic()
+        waiting = (now, step, values)
+        if now >= due or step >= total:
+            flush()
+            first = first if due else (now, step)  # without the first step, which also warms up
+            due = now + (_BAR_SECONDS if is_terminal else _get_pause(now - opened))
 
-        try:
-            yield sink
-        finally:
-            flush()  # shows the last step, however the run ends
+    try:
+        yield sink
+    finally:
+        flush()  # shows the last step, however the run ends
 
 
 def _get_pause(elapsed: float) -> float:
@@ -158,7 +189,7 @@ def _format_parts(values: Mapping[str, Any]) -> dict[str, str]:
         "loss": f"loss {_format_number(values.get('loss'), '.4f')}",
         "lr": f"lr {_format_number(values.get('lr'), '.2e')}",
         "norm": norm,
-        "speed": f"{_format_thousands(values.get('tokens_per_second'))} tok/s",
+        "speed": f"{format_thousands(values.get('tokens_per_second'))} tok/s",
     }
     if "mfu" in values:
         parts["mfu"] = f"mfu {values['mfu']:.1%}"
@@ -178,7 +209,13 @@ def _format_number(value: Any, form: str) -> str:
     return "-" if value is None else format(float(value), form)
 
 
-def _format_thousands(value: Any) -> str:
+def format_thousands(value: Any) -> str:
+    """Return a number with three digits or so, and a letter; "-" for None.
+
+    Examples:
+        >>> [format_thousands(x) for x in (None, 850, 41_000, 5.3e6, 2e9)]
+        ['-', '850', '41.0k', '5.3M', '2.0G']
+    """
     if value is None:
         return "-"
     for limit, scale, letter in ((1e3, 1.0, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M")):
@@ -188,19 +225,21 @@ def _format_thousands(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def _open_lines(stream: TextIO, start: int, total: int) -> Iterator[Show]:
+def _open_lines(stream: TextIO, start: int, total: int) -> Iterator[Sink]:
     del start
 
-    def show(step: int, values: Mapping[str, Any], seconds_left: float) -> None:
+    def show(step: int, values: Mapping[str, Any]) -> None:
         steps = f"step {step}/{total}  "
-        text = progress_text(values, seconds_left=seconds_left, columns=COLUMNS - len(steps))
+        text = progress_text(
+            values, seconds_left=values["seconds_left"], columns=COLUMNS - len(steps)
+        )
         print(f"{steps}{text}", file=stream, flush=True)
 
     yield show
 
 
 @contextlib.contextmanager
-def _open_bar(stream: TextIO, start: int, total: int) -> Iterator[Show]:
+def _open_bar(stream: TextIO, start: int, total: int) -> Iterator[Sink]:
     with needs_extra("recipes"):
         from rich.console import Console, Group  # noqa: PLC0415 -- an extra
         from rich.live import Live  # noqa: PLC0415 -- an extra
@@ -219,8 +258,8 @@ def _open_bar(stream: TextIO, start: int, total: int) -> Iterator[Show]:
     # Without a thread that refreshes them, the lines are drawn inside the sink, at a known cost.
     with Live(lines, console=Console(file=stream), auto_refresh=False) as live:
 
-        def show(step: int, values: Mapping[str, Any], seconds_left: float) -> None:
-            left = f"left {_format_time(seconds_left)}"
+        def show(step: int, values: Mapping[str, Any]) -> None:
+            left = f"left {_format_time(values['seconds_left'])}"
             progress.update(task, completed=step, left=left)
             text = metrics_text(values, columns=live.console.width)
             numbers = Text(text, no_wrap=True, overflow="ellipsis")

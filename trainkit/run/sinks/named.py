@@ -25,6 +25,10 @@ class ProfileSteps:
     first: int
     last: int
 
+    def __str__(self) -> str:
+        is_one = self.first == self.last
+        return f"step {self.first}" if is_one else f"steps {self.first} to {self.last}"
+
     @classmethod
     def parse(cls, text: str) -> ProfileSteps:
         """Return the steps of a text such as "10:13", or "10" for a single one.
@@ -33,8 +37,8 @@ class ProfileSteps:
             ConfigError: It is no such text, or ends before it begins.
 
         Examples:
-            >>> ProfileSteps.parse("10:13"), ProfileSteps.parse("7")
-            (ProfileSteps(first=10, last=13), ProfileSteps(first=7, last=7))
+            >>> ProfileSteps.parse("10:13"), str(ProfileSteps.parse("7"))
+            (ProfileSteps(first=10, last=13), 'step 7')
         """
         match = re.fullmatch(r"([1-9][0-9]*)(?::([1-9][0-9]*))?", text)
         if match is None:
@@ -65,7 +69,7 @@ class LoggingOptions:
 
     log_every: int | None = attrs.field(default=None, validator=attrs.validators.optional(positive))
     """Read the metrics of this many steps at once, a line each; by default 1 on a CPU, else 10.
-    Bad steps are detected later: docs/howto/when-numbers-go-bad.md."""
+    Bad steps are detected later: see the page "When numbers go bad"."""
 
     sinks: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio", "ray"], ...] = ()
     """Where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, trackio, ray."""
@@ -90,7 +94,7 @@ class LoggingOptions:
 
     capture: str | None = None
     """Write what these modules return in one step, and its gradients, to captures: a pattern of
-    names, as 'layers.*.mlp'. docs/howto/my-loss-differs.md compares two runs with it."""
+    names, as 'layers.*.mlp'. The page "My loss differs from one rank" compares two runs with it."""
 
     capture_at: int = attrs.field(default=1, validator=positive)
     """The step of --capture."""

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.run.log import add_handler, make_logger, print_warning
-from trainkit.run.sinks.console import open_console
+from trainkit.run.sinks.console import open_display, pace_display
 from trainkit.run.sinks.guards import isolate_sinks
 from trainkit.run.sinks.jsonl import WriteEvent, open_events, open_jsonl, read_jsonl, rewind_jsonl
 from trainkit.run.sinks.tee import tee
 from trainkit.run.sinks.timing import measure_goodput
+from trainkit.run.sinks.totals import describe_totals
 from trainkit.types import DiskError, Log, OpenSink, Share, Sink
 from trainkit.weights.checkpoint.run_id import get_run_id
 
@@ -83,8 +84,11 @@ def open_run_sinks(
             reached = step
 
         bar: dict[str, Any] = {}
+        is_terminal = False
         if sys.stdout is not None:  # it is None where it was closed before Python started
-            bar["console"] = partial(open_console, last, start=step, stream=sys.stdout)
+            bar["console"] = partial(open_display, last, start=step, stream=sys.stdout)
+            with contextlib.suppress(ValueError):  # of a closed stream
+                is_terminal = sys.stdout.isatty()
         run = _read_identity(run_dir)
         makers = {name: partial(make, step=step) for name, make in (extra or {}).items()}
         event("start", step=step, repeated=rewound.dropped, ranks=share.count, last=last, run=run)
@@ -102,11 +106,13 @@ def open_run_sinks(
                 open_jsonl(run_dir / "metrics.jsonl", step=step, log=warn) as lines,
                 # The console is separate, so that a sink that hangs does not use up its time to
                 # close.
-                isolate_sinks(bar, log=warn, patience=patience) as progress,
+                isolate_sinks(bar, log=warn, patience=patience) as display,
+                pace_display(display, last, start=step, is_terminal=is_terminal) as progress,
                 isolate_sinks(makers, log=warn, patience=patience) as others,
             ):
                 # The file comes before what only shows the step.
-                record = tee(count, lines, progress, _add_prefix(others))
+                shown = [_add_prefix(others)] if makers else []
+                record = tee(count, lines, progress, *shown)
                 yield record, _send_evaluations(event, others)
 
 
@@ -134,7 +140,7 @@ def _send_evaluations(event: WriteEvent, sink: Sink) -> WriteEvent:
 
 
 def summarize_run(run_dir: str | Path) -> str:
-    """Return one line about the time of a run, over all its restarts.
+    """Return what a run has done, over all its restarts: goodput, then `describe_totals`.
 
     Args:
         run_dir: A run directory with `metrics.jsonl` and `events.jsonl`.
@@ -144,16 +150,16 @@ def summarize_run(run_dir: str | Path) -> str:
         'goodput -: 0 steps, 0 repeated, 0 starts, 0 saves that blocked for 0.0 s, 0.0 s in all'
     """
     run_dir = Path(run_dir)
-    time = measure_goodput(
-        read_jsonl(run_dir / "metrics.jsonl"), read_jsonl(run_dir / "events.jsonl")
-    )
+    metrics = read_jsonl(run_dir / "metrics.jsonl")
+    time = measure_goodput(metrics, read_jsonl(run_dir / "events.jsonl"))
     share = f"{time.share:.1%}" if time.wall else "-"
     down = f", and {time.down:.1f} s in which nothing ran" if time.starts > 1 else ""
-    return (
+    goodput = (
         f"goodput {share}: {time.steps} steps, {time.repeated} repeated, {time.starts} starts, "
         f"{time.saves} saves that blocked for {time.blocked:.1f} s, "
         f"{time.wall:.1f} s in all{down}"
     )
+    return "\n".join([goodput, *describe_totals(metrics)])
 
 
 def _read_identity(run_dir: Path) -> str | None:

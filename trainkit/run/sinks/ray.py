@@ -41,7 +41,7 @@ def open_ray(run_dir: str | Path, *, step: int = 0) -> Iterator[Sink]:
         raise ConfigError(
             "open_ray: this process belongs to no cluster of Ray",
             where="--sinks ray",
-            hint="start the recipe as docs/howto/launch.md does under Ray, or leave the sink out",
+            hint='start the recipe as the page "Launch" does under Ray, or leave the sink out',
         )
     gauge = gauge_type(
         "trainkit", description="numbers of a training run", tag_keys=("run", "name")

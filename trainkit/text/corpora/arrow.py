@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from trainkit.text.corpora.text_files import make_damaged_error, split_runs
+from trainkit.buckets.files import find_object
+from trainkit.text.corpora.text_files import make_damaged_error, open_file, split_runs
 from trainkit.types import needs_extra
 
 if TYPE_CHECKING:
@@ -99,13 +100,20 @@ def _read_batches(
 def _open_parquet(path: Path) -> Any:
     import pyarrow.parquet  # noqa: PLC0415 (optional; _import_pyarrow has reported it if missing)
 
-    return pyarrow.parquet.ParquetFile(path)
+    return pyarrow.parquet.ParquetFile(_open_ranges(path) or path)
+
+
+def _open_ranges(path: Path) -> Any:
+    """Open a file that is read by ranges; None for one of this machine."""
+    if find_object(path) is None:
+        return None
+    return _import_pyarrow().PythonFile(open_file(path), mode="r")
 
 
 def _read_arrow_batches(path: Path) -> Iterator[Any]:
     """Yield the record batches of an IPC file or stream, as views of the mapped file."""
     pa = _import_pyarrow()
-    with pa.memory_map(str(path)) as file:
+    with _open_ranges(path) or pa.memory_map(str(path)) as file:
         # The file format has this magic at both ends, and an index of its batches.
         if file.read(6) == b"ARROW1":
             reader = pa.ipc.open_file(file)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from trainkit.buckets.ranges import RangeFile
 from trainkit.data.corpus import TokenCorpus
-from trainkit.data.memory_map import map_file
 from trainkit.text.corpora.foreign_layouts import (
     FileLayout,
     Sidecar,
@@ -21,7 +21,16 @@ from trainkit.text.corpora.foreign_layouts import (
     read_sidecar,
     sidecar_path,
 )
-from trainkit.text.corpora.text_files import BLOCK, hash_open_file, open_file, read_at, wrong_size
+from trainkit.text.corpora.text_files import (
+    BLOCK,
+    hash_open_file,
+    map_content,
+    measure_file,
+    open_file,
+    read_at,
+    view_section,
+    wrong_size,
+)
 from trainkit.text.corpora.token_file import check_ids
 from trainkit.types import DataError
 
@@ -75,12 +84,13 @@ def open_foreign(
     if layout.count == 0:
         raise DataError(f"{path}: the file holds no tokens", where=path)
     with open_file(path) as file:
-        read_all = max_chunks is None or os.fstat(file.fileno()).st_size <= WHOLE
+        read_all = max_chunks is None or measure_file(file) <= WHOLE
         sha256 = hash_open_file(file, path) if read_all else _hash_samples(file, path)
-        data, mapped = map_file(file, path)
+        content, mapped = map_content(file, path)
+        size = measure_file(file)
     # Compared again, since the file may have changed after its header was read.
-    if mapped.size != layout.start + layout.count * dtype.itemsize:
-        raise wrong_size(path, mapped.size, layout.start + layout.count * dtype.itemsize)
+    if size != layout.start + layout.count * dtype.itemsize:
+        raise wrong_size(path, size, layout.start + layout.count * dtype.itemsize)
     if read_all and sidecar.sha256 not in {None, sha256}:
         raise DataError(
             f"{path}: its content does not have the fingerprint (sha256) of its sidecar",
@@ -88,7 +98,7 @@ def open_foreign(
             got=sha256,
             want=sidecar.sha256,
         )
-    tokens = data[layout.start :].view(dtype)
+    tokens = view_section(content, layout.start, layout.count, dtype)
     offsets = layout.offsets if layout.offsets is not None else _find_documents(tokens, eos_id)
     block_size = BLOCK // dtype.itemsize
     num_blocks = -(-layout.count // block_size)
@@ -102,13 +112,13 @@ def open_foreign(
             path=path,
         )
     # The same bytes in another dtype, or with other documents, are another corpus.
-    content = f"{dtype.name} {sha256} {hashlib.sha256(offsets.tobytes()).hexdigest()}"
+    identity = f"{dtype.name} {sha256} {hashlib.sha256(offsets.tobytes()).hexdigest()}"
     return TokenCorpus(
         # Checked ids are not negative, so signed ones can be viewed as unsigned, as elsewhere.
-        tokens.view(f"u{dtype.itemsize}"),
+        view_section(content, layout.start, layout.count, f"u{dtype.itemsize}"),
         offsets,
         vocab_size,
-        digest=hashlib.sha256(content.encode()).hexdigest(),
+        digest=hashlib.sha256(identity.encode()).hexdigest(),
         sources={path.name: sha256[:16]} | layout.sources,
         file=mapped,
     )
@@ -156,10 +166,12 @@ def _choose_eos(path: Path, layout: FileLayout, sidecar: Sidecar, eos_id: int | 
 def _hash_samples(file: BinaryIO, path: Path) -> str:
     """Hash the size of a file, the time of its last write, and a sample of its blocks."""
     # Read, not mapped: a read error raises, while one in mapped memory kills the process.
-    stat = os.fstat(file.fileno())
-    # The time stands for the blocks that are not read.
-    digest = hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns}".encode())
-    for block in _sample_blocks(-(-stat.st_size // BLOCK)):
+    size = measure_file(file)
+    # The time, or the ETag, stands for the blocks that are not read.
+    is_remote = isinstance(file, RangeFile)
+    version = file.remote.etag if is_remote else os.fstat(file.fileno()).st_mtime_ns
+    digest = hashlib.sha256(f"{size} {version}".encode())
+    for block in _sample_blocks(-(-size // BLOCK)):
         digest.update(read_at(file, path, block * BLOCK, BLOCK))
     return digest.hexdigest()
 

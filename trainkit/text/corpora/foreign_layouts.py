@@ -8,7 +8,6 @@ a sidecar, `FILE.json`: {"dtype": "uint16", "offsets": "ends.npy", "eos_id": 0, 
 from __future__ import annotations
 
 import hashlib
-import os
 import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from trainkit.text.corpora.text_files import (
     check_readable,
     hash_open_file,
     make_damaged_error,
+    measure_file,
     open_file,
     wrong_size,
 )
@@ -175,7 +175,7 @@ def read_megatron_layout(path: Path) -> FileLayout:
             raise DataError(
                 f"{index}: dtype code {code} is no dtype of tokens", where=index, got=code
             )
-        size = os.fstat(file.fileno()).st_size
+        size = measure_file(file)
         # The header; for each sequence its length (int32) and its pointer (int64); for each
         # document the sequence at which it ends (int64).
         expected_size = 34 + 12 * num_sequences + 8 * num_documents
@@ -329,4 +329,4 @@ def _short_hash(path: Path) -> str:
 
 def _file_size(path: Path) -> int:
     with open_file(path) as file:
-        return os.fstat(file.fileno()).st_size
+        return measure_file(file)

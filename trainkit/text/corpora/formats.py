@@ -14,6 +14,7 @@ import attrs
 from trainkit.text.corpora.arrow import locate_row, read_rows, split_rows
 from trainkit.text.corpora.foreign import open_foreign, select_megatron, select_npy, select_raw
 from trainkit.text.corpora.jsonl import locate_json_line, read_json_lines, split_json_lines
+from trainkit.text.corpora.text_files import measure_file, open_file
 from trainkit.text.corpora.tokens import SUFFIX, open_part
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ class OpenTokens(Protocol):
 def _split_nothing(path: Path, min_bytes: int) -> Iterator[tuple[int, int, int]]:
     # One range: a single process then reads the whole file.
     del min_bytes
-    yield 0, 1, path.stat().st_size
+    with open_file(path) as file:
+        yield 0, 1, measure_file(file)
 
 
 def _locate_in_whole_file(path: Path, start: int, index: int) -> int:

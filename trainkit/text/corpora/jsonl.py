@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from trainkit.text.corpora.text_files import open_file, read_blocks
+from trainkit.text.corpora.text_files import measure_file, open_file, read_blocks
 from trainkit.types import DataError
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ def _describe_line(path: Path, start: int, number: int) -> str:
 def split_json_lines(path: Path, min_bytes: int) -> Iterator[tuple[int, int, int]]:
     """Split a file into ranges of lines of at least `min_bytes`: (start, end, bytes) of each."""
     # Without reading the file: each boundary is searched from where it should be.
-    size = path.stat().st_size
+    with open_file(path) as file:
+        size = measure_file(file)
     start = 0
     while start < size:
         # Search from the byte before the boundary: one that is the end of a line stays there.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import attrs
 import numpy as np
 
-from trainkit.buckets.files import fetch_files
+from trainkit.buckets.files import mount_files
 from trainkit.data.concat import ConcatCorpus, combine_digests, concat_corpora, fingerprint
 from trainkit.data.corpus import TokenCorpus, collect_documents, make_corpus
 from trainkit.data.documents import check_columns
@@ -68,7 +68,8 @@ def open_corpus(
     corpus' `sources` has a hash of each file.
 
     Args:
-        path: The directory or file; or its URL in a bucket, which is fetched (`fetch_files`).
+        path: The directory or file; or its URL in a bucket, which is read by ranges
+            (`mount_files`).
         tokenizer: For text; bytes by default. It must cover the vocabulary of files of tokens, and
             be the tokenizer that made them, if they store which (see `list_compatible_hashes`).
         field: The field of each line or row that holds the text.
@@ -101,7 +102,7 @@ def open_corpus(
         >>> corpus.read(0, 0, 4)
         array([256, 104, 105, 257], dtype=uint16)
     """
-    path = fetch_files(os.fspath(path))
+    path = mount_files(os.fspath(path))
     check_readable(path)
     names = find_token_files(path, suffixes=suffixes, keep=keep)
     if names:
@@ -399,7 +400,7 @@ def count_document_labels(corpus: TokenCorpus | ConcatCorpus) -> np.ndarray[Any,
         # Without a mask every token but the first of its document is a label.
         part_counts = np.maximum(part.lengths - 1, 0)
         if part.loss_mask is not None:
-            _count_labels(part.loss_mask, part.offsets, part_counts)
+            _count_labels(np.asarray(part.loss_mask), part.offsets, part_counts)
         counts.append(part_counts)
     return np.concatenate(counts)
 

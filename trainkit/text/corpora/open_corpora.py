@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainkit.buckets.files import fetch_files
+from trainkit.buckets.files import mount_files
 from trainkit.packing.report import format_overlong_warning
 from trainkit.phases import as_phase
 from trainkit.text.chat import (
@@ -71,7 +71,7 @@ def open_corpora(
         ['web']
     """
     log(f"reading {', '.join(map(str, paths)) or 'the source of the standard library'}")
-    files = [fetch_files(path, log=log) for path in paths]
+    files = [mount_files(path, log=log) for path in paths]
     # Before any is opened, as that may take minutes.
     for path in files:
         if ignored := describe_unread_files(path):
@@ -139,7 +139,7 @@ def open_chats(
         >>> int(corpus.loss_mask.sum()), counts["conversations"]
         (2, 1)
     """
-    path = None if path is None else fetch_files(path, log=log)
+    path = None if path is None else mount_files(path, log=log)
     log(f"reading {path or 'signatures and docstrings of the standard library'}")
     # Filled while conversations are encoded; a .tokens file leaves it empty.
     counts: Counter[str] = Counter()

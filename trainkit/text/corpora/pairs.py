@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from trainkit.buckets.files import fetch_files
+from trainkit.buckets.files import mount_files
 from trainkit.data.corpus import TokenCorpus, make_corpus
 from trainkit.text.chat import encode_preference_pair, format_answers_warning, load_template
 from trainkit.text.corpora.open import encode_record
@@ -112,7 +112,7 @@ def open_preferences(
         >>> corpus.lengths
         array([26, 27])
     """
-    path = None if path is None else fetch_files(path, log=log)
+    path = None if path is None else mount_files(path, log=log)
     log(f"reading {path or 'pairs of docstrings from the standard library'}")
     counts: Counter[str] = Counter()
     encode = partial(

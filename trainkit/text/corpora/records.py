@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.buckets.files import fetch_files
+from trainkit.buckets.files import mount_files
 from trainkit.text.corpora.formats import RECORD_FORMATS
 from trainkit.text.corpora.text_files import (
     TEXT_SUFFIXES,
@@ -65,7 +65,7 @@ def read_records(
         ...     list(read_records(folder))
         [('a.txt', {'text': 'hi'})]
     """
-    path = fetch_files(os.fspath(path))
+    path = mount_files(os.fspath(path))
     check_readable(path)
     names = list_document_files(path, suffixes=suffixes, keep=keep)
     # All names are of one format, so the first decides.

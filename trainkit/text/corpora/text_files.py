@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import math
 import os
 import stat
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
+import numpy as np
+
+from trainkit.buckets.files import find_object
+from trainkit.buckets.ranges import RangeArray, RangeFile, RemoteObject
+from trainkit.data.memory_map import map_file
 from trainkit.types import DataError, DiskError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import DTypeLike
+
+    from trainkit.data.memory_map import MappedFile
 
 T = TypeVar("T")
 
@@ -126,13 +136,49 @@ def check_name(path: Path) -> None:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file to read its bytes.
+    """Open a file to read its bytes; one of `mount_files` is read by ranges.
 
     Raises:
         DataError: It is missing, a directory, or not readable.
         DiskError: The disk fails.
     """
+    remote = find_object(path)
+    if remote is not None:
+        file: Any = RangeFile(remote)
+        return file
     return retry_read(lambda: path.open("rb"), path)
+
+
+def measure_file(file: BinaryIO) -> int:
+    """Return the size of an open file in bytes."""
+    return file.remote.size if isinstance(file, RangeFile) else os.fstat(file.fileno()).st_size
+
+
+def map_content(file: BinaryIO, path: Path) -> tuple[Any, MappedFile | None]:
+    """Map an open file; of one that is read by ranges return the object, for `view_section`.
+
+    Raises:
+        DataError: The system refuses to map the file.
+    """
+    return (file.remote, None) if isinstance(file, RangeFile) else map_file(file, path)
+
+
+def view_section(
+    content: Any, start: int, count: int, dtype: DTypeLike, inner: tuple[int, ...] = ()
+) -> Any:
+    """Return a part of the content of a file as an array, or as one that is read by ranges.
+
+    Args:
+        content: From `map_content`.
+        start: The first byte.
+        count: The length of the array.
+        dtype: Its dtype.
+        inner: The shape of an element.
+    """
+    if isinstance(content, RemoteObject):
+        return RangeArray(content, start, count, dtype, inner)
+    size = np.dtype(dtype).itemsize * count * math.prod(inner)
+    return content[start : start + size].view(dtype).reshape(-1, *inner)
 
 
 def retry_read(read: Callable[[], T], path: Path) -> T:
@@ -181,6 +227,8 @@ def read_at(file: BinaryIO, path: Path, position: int, size: int) -> bytes:
     Raises:
         DiskError: The disk fails.
     """
+    if isinstance(file, RangeFile):
+        return file.remote.read(position, size)
     data = b""
     while len(data) < size:  # pread may return fewer bytes than there are
         remaining = size - len(data)

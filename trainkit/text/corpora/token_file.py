@@ -13,7 +13,6 @@ without reading the others. A file with columns has version 3, one without has v
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -23,7 +22,7 @@ import numpy as np
 import orjson
 
 from trainkit.data.documents import check_columns
-from trainkit.text.corpora.text_files import read_at
+from trainkit.text.corpora.text_files import measure_file, read_at
 from trainkit.types import Column, DataError
 
 if TYPE_CHECKING:
@@ -195,7 +194,7 @@ def read_token_header(file: BinaryIO, path: Path) -> Header:
         )
     # From here on a field is what the writer wrote; a bug or a forger may have written anything.
     header = _parse_header(fields, path)
-    size = os.fstat(file.fileno()).st_size
+    size = measure_file(file)
     # From here on sections can be sliced without checks: the file holds all of them.
     if size != header.size:
         raise DataError(

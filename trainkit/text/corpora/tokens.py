@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,10 +10,14 @@ import numpy as np
 
 from trainkit.data.corpus import TokenCorpus
 from trainkit.data.documents import check_columns, smallest_dtype
-from trainkit.data.memory_map import map_file
 from trainkit.files import atomic_write
 from trainkit.text.corpora.content import write_content
-from trainkit.text.corpora.text_files import check_readable, open_file
+from trainkit.text.corpora.text_files import (
+    check_readable,
+    map_content,
+    open_file,
+    view_section,
+)
 from trainkit.text.corpora.token_file import (
     BLOCK,
     DTYPES,
@@ -161,20 +164,19 @@ def open_part(
         header = read_token_header(file, path)
         # Before the map: a read error raises here, and would kill the process there.
         checked = list(check_chunks(file, header, sample_chunks(header.chunks, max_chunks), path))
-        data, mapped = map_file(file, path)
+        content, mapped = map_content(file, path)
     dtype = header.token_dtype
-    tokens = data[BLOCK : BLOCK + header.tokens * dtype.itemsize].view(dtype)
-    # All sections are views of the map, whatever the size of the file.
+    # All sections are views of the map, or read by ranges, whatever the size of the file.
+    tokens = view_section(content, BLOCK, header.tokens, dtype)
     loss_mask = None
     if header.loss_mask:
-        loss_mask = data[header.loss_mask_at : header.loss_mask_at + header.tokens]
-    values = {}
-    sections = zip(header.columns.items(), pairwise(header.values_at), strict=True)
-    for (name, column), (start, end) in sections:
-        # A section is padded to 8 bytes.
-        flat = data[start:end].view(column.dtype)[: header.tokens * column.width]
-        values[name] = flat.reshape(-1, *column.inner)
-    offsets = data[header.offsets_at : header.table_at].view("<i8")
+        loss_mask = view_section(content, header.loss_mask_at, header.tokens, "uint8")
+    values = {
+        name: view_section(content, start, header.tokens, column.dtype, column.inner)
+        for (name, column), start in zip(header.columns.items(), header.values_at, strict=False)
+    }
+    # Of a file that is read by ranges these alone are in memory.
+    offsets = np.asarray(view_section(content, header.offsets_at, header.documents + 1, "<i8"))
     _check_offsets(offsets, header, path, is_hashed=max_chunks != 0)
     for start, end in checked:
         # Chunks may reach beyond the tokens; slices end there.

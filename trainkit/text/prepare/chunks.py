@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from trainkit.buckets.files import find_object
 from trainkit.text.corpora.formats import RECORD_FORMATS
 from trainkit.text.corpora.records import describe_record, list_document_files
 from trainkit.text.corpora.text_files import check_readable, read_text, split_runs
@@ -167,8 +168,8 @@ def _split_file(path: Path, min_bytes: int) -> list[Chunk]:
 
 def _read_stats(path: Path, name: str) -> Stats:
     check_readable(path)
-    stat = path.stat()
-    return name, stat.st_size, stat.st_mtime_ns
+    stat, remote = path.stat(), find_object(path)
+    return name, stat.st_size if remote is None else remote.size, stat.st_mtime_ns
 
 
 def _check_unchanged(chunk: Chunk) -> None:

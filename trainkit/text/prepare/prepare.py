@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from trainkit.buckets.files import mount_files
 from trainkit.data.corpus import iterate_documents
 from trainkit.files import convert_disk_errors, fsync_folder
 from trainkit.text.chat.encode import format_answers_warning
@@ -132,7 +133,7 @@ def prepare_corpus(
 
     Args:
         source: A directory of text files; a `.jsonl`, `.parquet` or `.arrow` file, or a directory
-            of such; or several of these, one after the other.
+            of such; or several of these, one after the other. Or their URLs in a bucket.
         out: The file to make, which ends in `.tokens`. An existing one is replaced at the end, in
             one step.
         tokenizer: Encodes a text; `bos_id` and `eos_id` are added around each document.
@@ -187,7 +188,7 @@ def prepare_corpus(
     check_range("prepare", at_least=1, workers=workers)
     folder = out.with_name(f"{out.name}.parts")
     work = make_work(folder, tokenizer, make_encode, field, template_hash=template_hash)
-    sources = [Path(path) for path in ([source] if isinstance(source, str | Path) else source)]
+    sources = [mount_files(x) for x in ([source] if isinstance(source, str | Path) else source)]
     # A function of the files alone: the next run finds the same parts.
     chunks = split_sources(sources, suffixes=suffixes, keep=keep, chunk_bytes=chunk_bytes)
     for path in sources:
@@ -289,7 +290,7 @@ def split_sources(
     """
     check_range("prepare", at_least=1, chunk_bytes=chunk_bytes)
     chunks: list[Chunk] = []
-    for path in map(Path, sources):
+    for path in map(mount_files, sources):
         part = split_source(
             path,
             suffixes=suffixes,

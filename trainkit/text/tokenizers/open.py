@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainkit.buckets.files import fetch_files
+from trainkit.buckets.files import mount_files
 from trainkit.text.tokenizers.bytes import ByteTokenizer, make_byte_tokenizer
 from trainkit.text.tokenizers.hf import HFTokenizer, open_hf_tokenizer
 from trainkit.text.tokenizers.special import CHAT_SPECIAL
@@ -73,7 +73,7 @@ def find_tokenizer(name: str | None, data: Iterable[Path] = (), *, init: Path | 
         if path.suffix == ".tokens":
             # Of a URL the copy is named, which a later start finds again.
             with contextlib.suppress(DataError):
-                file = fetch_files(file)
+                file = mount_files(file)
             if file.is_file():
                 return str(file)
     return "bytes"

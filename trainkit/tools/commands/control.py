@@ -32,8 +32,18 @@ def add(control: argparse.ArgumentParser) -> None:
     """Add the command's flags to its parser."""
     control.add_argument("run", type=Path, help="the run directory")
     control.add_argument("request", help=", ".join(REQUESTS))
-    control.add_argument("number", type=int, nargs="?", help="steps, for profile and log-every")
+    control.add_argument(
+        "number", type=_read_number, nargs="?", help="steps, for profile and log-every"
+    )
     control.add_argument("--json", action="store_true", help="print JSON on a terminal too")
+
+
+def _read_number(text: str) -> int | str:
+    """Return a number, or what is none as it is, which `check_request` refuses in its own words."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
 
 
 def run(options: argparse.Namespace) -> tuple[Any, int]:

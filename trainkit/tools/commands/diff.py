@@ -3,9 +3,13 @@
   python -m trainkit diff runs/one runs/two
 
 The first line is the verdict, such as "equal until step 412; then the batch differs". Below it
-stand the values of that step, the first parameter that differs in checkpoints of the same step, and
-what differs in the configuration, the data and the code. Only parameters are compared with torch,
-and only where the hashes of two checkpoints differ.
+stand the values of that step, the largest relative differences |a - b| / |b| of loss and gradient
+norm over all steps, the first parameter that differs in checkpoints of the same step and the one
+that differs most, and what differs in the configuration, the data and the code. Only parameters are
+compared with torch, and only where the hashes of two checkpoints differ.
+
+A layout sums in an order of its own. In the first steps that is a difference of about 1e-7 in fp32
+and 1e-15 in fp64, which grows from step to step; 1e-3 is another computation.
 
 Exit codes: 0 all that both have computed is equal, 1 something differs or nothing can be compared,
 64 wrong use.
@@ -53,10 +57,10 @@ def format_verdict(report: Mapping[str, Any]) -> str:
         >>> steps = {
         ...     "common": 9,
         ...     "equal_until": 4,
-        ...     "differs": {"step": 5, "fields": {"loss_hex": 0}},
+        ...     "differs": {"step": 5, "fields": {"loss_hex": 0}, "relative": {"loss_hex": 2e-7}},
         ... }
         >>> format_verdict({"steps": steps})
-        'equal until step 4; then the loss differs'
+        'equal until step 4; then the loss differs, by 2.0e-07 of its value'
     """
     steps = report["steps"]
     if not steps["common"]:
@@ -73,10 +77,12 @@ def format_verdict(report: Mapping[str, Any]) -> str:
         is_whole = steps["a"] == steps["b"]
         more = "" if is_whole else f" that both have: {_describe_steps(report)}"
         return f"equal in all {steps['common']} steps{more}"
-    cause = CAUSES[next(iter(differs["fields"]))]
+    name = next(iter(differs["fields"]))
+    relative = differs["relative"].get(name)  # a batch has no size
+    size = "" if relative is None else f", by {relative:.1e} of its value"
     if steps["equal_until"] is None:
-        return f"{cause} differs from the first step on, step {differs['step']}"
-    return f"equal until step {steps['equal_until']}; then {cause} differs"
+        return f"{CAUSES[name]} differs from the first step on, step {differs['step']}{size}"
+    return f"equal until step {steps['equal_until']}; then {CAUSES[name]} differs{size}"
 
 
 def _describe_steps(report: Mapping[str, Any]) -> str:
@@ -102,6 +108,10 @@ def format_comparison(report: Mapping[str, Any]) -> str:
         step = steps["differs"]["step"]
         lines += _format_table(f"step {step}", steps["differs"]["fields"])
         lines.append(f"{steps['unequal']} of the {steps['common']} steps that both have differ")
+        lines += [
+            f"{CAUSES[name]} differs most in step {step}, by {size:.1e} of its value"
+            for name, (step, size) in steps["largest"].items()
+        ]
     if saved["equal_until"] is not None:
         lines.append(f"the checkpoints of step {saved['equal_until']} are equal")
     if saved["differs"] is not None:
@@ -120,6 +130,9 @@ def _format_saved(differs: Mapping[str, Any]) -> Iterator[str]:
             f"the checkpoints of step {differs['step']} differ in {differs['tensors']} tensors, "
             f"first in {differs['first']}{size}"
         )
+    if differs["largest"] is not None:
+        name, relative = differs["largest"]
+        yield f"of the parameters {name} differs most, max|a - b| / max|b| {relative:.1e}"
     yield from _format_table(f"counters of step {differs['step']}", differs["counters"])
 
 

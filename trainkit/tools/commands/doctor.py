@@ -5,10 +5,10 @@ For a report of a bug, and before a first run:
   python -m trainkit doctor
   python -m trainkit doctor --json > doctor.json
 
-It prints versions, devices with their health, communication backends, memory, /dev/shm, limits of
-the shell and of the container, the attention kernels that a model would get, and at the end each
-problem in a sentence. It names neither host nor user; variables of NCCL and torch, which it shows,
-may hold paths.
+It prints versions, cores and their load in the last minute, devices with their health,
+communication backends, memory, /dev/shm, limits of the shell and of the container, the attention
+kernels that a model would get, and at the end each problem in a sentence. It names neither host nor
+user; variables of NCCL and torch, which it shows, may hold paths.
 
 Exit code 0, also where there are problems.
 """
@@ -90,6 +90,7 @@ def gather_facts() -> dict[str, Any]:
         "missing": _list_missing(),
         "processor": processor,
         "cores": host["cores"],
+        "load": round(os.getloadavg()[0], 1),
         "devices": devices,
         "backends": _list_backends(),
         "attention": _describe_attention(where),
@@ -190,6 +191,11 @@ def _find_low_limits(facts: dict[str, Any]) -> list[str]:
         found.append(
             f"the container has {cores:g} of {facts['cores']} cores: more threads than that wait "
             f"for one another (OMP_NUM_THREADS={max(1, int(cores))})"
+        )
+    if facts["cores"] is not None and facts["load"] > facts["cores"] / 2:
+        found.append(
+            f"the load of the last minute is {facts['load']:g} on {facts['cores']} cores: other "
+            "processes share them, so that steps take longer and times vary"
         )
     limit = container["memory_gib"]
     if limit is not None and gib["memory"] is not None and limit < gib["memory"]:

@@ -96,7 +96,10 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         return report, 0
     context = options.context or facts.get("context") or facts.get("config.row_length")
     if context is None:
-        raise ConfigError("export: the run has no row length; give --context")
+        raise ConfigError(
+            f"export: {path} does not say how long the texts of its model may be",
+            hint="give the number of tokens: --context",
+        )
     name = _find_tokenizer(options.tokenizer, facts)
     template = facts.get("config.template")
     # A template named like the tokenizer is the one in its folder, which may have moved since.
@@ -135,10 +138,14 @@ def _check_adapter_flags(options: argparse.Namespace) -> None:
 def _find_tokenizer(name: str | None, facts: dict[str, Any]) -> str:
     """Return the name or path of the run's tokenizer, checked against the hash in its facts."""
     from trainkit.text.tokenizers import open_tokenizer, tokenizer_hash  # noqa: PLC0415 - torch
+    from trainkit.weights.hub.trained import find_tokenizer_name  # noqa: PLC0415 - torch
 
-    name = name or facts.get("config.tokenizer")
+    name = name or find_tokenizer_name(facts)
     if name is None:
-        raise DataError("export: the run names no tokenizer; give --tokenizer")
+        raise DataError(
+            "export: the run does not name its tokenizer",
+            hint="give it: --tokenizer bytes, a tokenizer.json, or the folder of one",
+        )
     actual = tokenizer_hash(open_tokenizer(name))
     expected = facts.get("tokenizer")
     if expected not in (None, actual):

@@ -1,10 +1,11 @@
 """`python -m trainkit launch ...`: torchrun, but it ends with the exit code of its workers.
 
-  python -m trainkit launch --nproc-per-node 8 recipes/pretrain.py --out runs/one
+  python -m trainkit launch --nproc-per-node 8 train.py --out runs/one
 
-It takes the arguments of torchrun and starts the same agent. torchrun ends with 1 whatever the code
-of its workers was; this ends with theirs, so that a scheduler sees 75 (saved: start me again), 76
-(the same, but not saved), 64 (refused), or 128 + the number of the signal that killed a worker.
+It takes the arguments of torchrun, written out in full, and starts the same agent. torchrun ends
+with 1 whatever the code of its workers was; this ends with theirs, so that a scheduler sees 75
+(saved: start me again), 76 (the same, but not saved), 64 (refused), or 128 + the number of the
+signal that killed a worker.
 
 Where workers differ, the one that failed first counts. Among those that failed within the same
 second an error counts before what it did to others: 75 and 76 (stopped), 68 (a peer was lost), and
@@ -60,6 +61,8 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
 
     parser = torchrun.get_args_parser()
     parser.prog = "python -m trainkit launch"
+    # torchrun takes --run of a recipe for an abbreviation of its own --run-path.
+    parser.allow_abbrev = False
     parser.description = __doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(signals_to_handle=_SIGNALS)

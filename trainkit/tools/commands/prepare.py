@@ -10,7 +10,7 @@ be read or encoded ends the command with an error that names its file and line.
 Encode text as bytes, then train on it:
 
   python -m trainkit prepare books/ --out books.tokens
-  python recipes/pretrain.py --data books.tokens
+  python train.py --data books.tokens
 
 Use a tokenizer from a folder, and text in the field "content" of parquet files:
 

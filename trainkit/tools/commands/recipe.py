@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
             want=sorted(recipes),
         )
     # Lines of its docstring name it as it was called in trainkit, whatever the copy is called.
-    text = f"# recipes/{path.name} of trainkit-lm {read_version()}\n{path.read_text('utf-8')}"
+    text = f"# The recipe {path.stem} of trainkit-lm {read_version()}\n{path.read_text('utf-8')}"
     if options.to is None:
         return text.removesuffix("\n"), 0
     copy = options.to / path.name

@@ -50,7 +50,8 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     """Write the page and return where it is and the state of each run, and the exit code."""
     # Imported here: they load numba.
     from trainkit.run.sinks.console import escape_control_characters  # noqa: PLC0415 -- slow
-    from trainkit.tools.report.page import ENDED, write_report  # noqa: PLC0415
+    from trainkit.run.status import OVER  # noqa: PLC0415
+    from trainkit.tools.report.page import write_report  # noqa: PLC0415
 
     if len({path.resolve() for path in options.run}) < len(options.run):
         raise ConfigError("report: a run is named twice; name each once", where="run")
@@ -64,8 +65,8 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         states = write_report(options.run, out, title=options.title, refresh=refresh)
         # A page of long runs takes seconds: most of the time is left to the training.
         pause = max(_INTERVAL, 10 * (time.monotonic() - begin))
-        ended = all(state["state"] in ENDED for state in states)
-        if not options.follow or ended:
+        is_over = all(state["state"] in OVER for state in states)
+        if not options.follow or is_over:
             break
         time.sleep(pause)
     if options.json or not sys.stdout.isatty():

@@ -4,9 +4,10 @@
   python -m trainkit runs sweeps/lr --json
 
 A run is running, ended (it took its last step), stopped (the same command resumes it), died (it
-failed or was killed), or stale: it has not ended, but no rank has shown a sign of life for more
-than a minute. AGE is the time since it last wrote a line. The last column has what is wrong
-with a directory. Neither torch nor a process of the runs is needed.
+failed or was killed), refused (it has never started: WHY has the reason), or stale: it has not
+ended, but no rank has shown a sign of life for more than a minute. AGE is the time since it last
+wrote a line. The last column has what is wrong with a directory. Neither torch nor a process of the
+runs is needed.
 """
 
 from __future__ import annotations

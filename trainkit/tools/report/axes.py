@@ -109,7 +109,12 @@ def _fill_gaps(x: Floats) -> Floats:
 
 def get_numbers(lines: Sequence[Mapping[str, Any]], name: str) -> Floats:
     """Return a value of each line as fp64, NaN where it is missing or no number."""
-    return np.array([to_number(line.get(name)) for line in lines], dtype=np.float64)
+    values = [line.get(name) for line in lines]
+    # numpy takes None for NaN, but text and bools for numbers; it is slow to look at each value.
+    if not {*map(type, values)} <= {int, float, type(None)}:
+        values = [to_number(x) for x in values]
+    numbers = np.array(values, dtype=np.float64)
+    return np.where(np.abs(numbers) <= _LARGEST_NUMBER, numbers, np.nan)
 
 
 def to_number(value: Any) -> float:

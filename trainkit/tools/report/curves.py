@@ -31,15 +31,17 @@ def list_series(axes: Axes, buckets: Buckets, notes: list[str]) -> dict[str, dic
         buckets: Of as many lines.
         notes: What is left out is appended.
     """
-    # One pass over all lines: which names are curves, and which only sometimes a number.
+    # One pass over all lines: which names are curves, and which only sometimes a number. Most lines
+    # are alike, so that those with the same names and types are looked at once.
+    alike = Counter((tuple(line), tuple(map(type, line.values()))) for line in axes.lines)
     numeric = Counter[str]()
     odd = Counter[str]()
-    for line in axes.lines:
-        for name, value in line.items():
-            if type(value) in (int, float):
-                numeric[name] += 1
-            elif value is not None:
-                odd[name] += 1
+    for (names, types), count in alike.items():
+        for name, type_ in zip(names, types, strict=True):
+            if type_ in (int, float):
+                numeric[name] += count
+            elif type_ is not type(None):
+                odd[name] += count
     if mixed := sorted(numeric.keys() & odd.keys()):
         notes.append(
             f"metrics.jsonl: values that are no numbers are gaps, in {', '.join(mixed[:8])}"
@@ -72,7 +74,8 @@ def list_evaluations(metrics: Sequence[Line], axes: Axes) -> dict[str, dict[str,
         >>> list_evaluations(lines, axes)
         {'eval/loss': {'x': [(1, None, None)], 'v': [5.75]}}
     """
-    lines = [line for line in metrics if any(name.startswith("eval/") for name in line)]
+    results = {name for name in set[str]().union(*metrics) if name.startswith("eval/")}
+    lines = [line for line in metrics if not results.isdisjoint(line)]
     if len(lines) > _MOST_EVALUATIONS:  # evenly, as evaluations have no spikes to lose
         shown = np.linspace(0, len(lines) - 1, _MOST_EVALUATIONS).astype(int)
         lines = [lines[i] for i in shown]

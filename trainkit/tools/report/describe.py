@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from trainkit.files import flatten_table
+from trainkit.run.status import describe_status
 from trainkit.tools.report.axes import limit_text, make_axes
 from trainkit.tools.report.curves import list_evaluations, list_series, mark_bad_steps
 from trainkit.tools.report.happenings import (
@@ -20,7 +21,6 @@ from trainkit.tools.report.heatmaps import describe_experts, describe_layers
 from trainkit.tools.report.read import RunFiles
 from trainkit.tools.report.summary import (
     describe_layout,
-    describe_state,
     list_facts,
     summarize,
 )
@@ -59,7 +59,7 @@ def describe_run(run: RunFiles) -> dict[str, Any]:
     described: dict[str, Any] = {
         "name": limit_text(run.path.name),
         "path": limit_text(str(run.path)),
-        "state": describe_state(run),
+        "state": {"kind": run.status.state, "text": limit_text(describe_status(run.status))},
         "numbers": summarize(run),
         "facts": list_facts(run),
         "start": axes.start,

@@ -22,7 +22,7 @@ def describe_layers(lines: Sequence[Line], axes: Axes, notes: list[str]) -> list
     """Return statistics by layer, for each kind: `names`, positions `x`, `stats` by statistic.
 
     A statistic is a list of columns, each with a value for each name. A column holds the largest
-    value of the lines that share it, so that no bad step is lost.
+    value of the lines that share it, so that no bad step is lost; it stands at the last of them.
 
     Args:
         lines: The lines of layers.jsonl.
@@ -57,7 +57,7 @@ def describe_layers(lines: Sequence[Line], axes: Axes, notes: list[str]) -> list
             {
                 "kind": limit_text(kind),
                 "names": [limit_text(str(name)) for name in names[:_MOST_NAMES]],
-                "x": [locate(axes, rows[i]["step"]) for i in edges[:-1]],
+                "x": [locate(axes, rows[i - 1]["step"]) for i in edges[1:]],
                 "stats": stats,
             }
         )

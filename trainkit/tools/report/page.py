@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 
 from trainkit.files import atomic_write
+from trainkit.run.status import OVER
 from trainkit.tools.report.describe import describe_run
 from trainkit.tools.report.read import read_run
 
@@ -30,8 +31,6 @@ _SCRIPTS = (
     "panels",
     "start",
 )
-ENDED = ("finished", "stopped", "failed")
-"""The states of a run that does not go on."""
 
 
 def write_report(
@@ -50,7 +49,7 @@ def write_report(
         refresh: Seconds after which the open page loads itself again, as long as a run goes on.
 
     Returns:
-        `name`, `state` and its `text` of each run.
+        Of each run its `name`, its `state` (`run.status.State`), and as `text` why it has it.
 
     Raises:
         DataError: A directory is no run.
@@ -71,7 +70,7 @@ def write_report(
     names = name_apart([Path(run_dir).resolve() for run_dir in run_dirs])
     for run, name in zip(runs, names, strict=True):
         run["name"] = name
-    goes_on = any(run["state"]["kind"] not in ENDED for run in runs)
+    goes_on = any(run["state"]["kind"] not in OVER for run in runs)
     text = build_page(
         runs,
         title=title or (", ".join(names) if len(names) < 4 else f"{len(names)} runs"),

@@ -39,7 +39,9 @@ class RunFiles:
     events: list[Line] = attrs.field(factory=list)
     layers: list[Line] = attrs.field(factory=list)
     config: Mapping[str, Any] = attrs.field(factory=dict)
-    status: RunStatus | None = None
+    status: RunStatus = attrs.Factory(
+        lambda run: RunStatus(path=run.path, state="unknown"), takes_self=True
+    )
     notes: list[str] = attrs.field(factory=list)
 
 
@@ -100,33 +102,28 @@ def _read_lines(path: Path, notes: list[str]) -> list[Line]:
             notes.append(f"{path.name}: left out, as it is larger than {_LARGEST_FILE >> 30} GiB")
             return []
         *whole, rest = path.read_bytes().split(b"\n")
-    found = Counter[str]()
+    odd = Counter[str]()
     records: list[Line] = []
     for line in [*whole, rest]:
-        try:
-            record = orjson.loads(line)
-        except orjson.JSONDecodeError:
-            # The last line may be under way; blank ones are no line.
-            if line is not rest and line.strip():
-                found["zero bytes" if not line.strip(b"\0") else "no JSON"] += 1
-            continue
+        record = _parse_line(line)
         if isinstance(record, dict):
             records.append(record)
-        else:
-            found["JSON, but no object"] += 1
-    notes += [
-        f"{path.name}: {format_count(n, 'line')} left out ({what})" for what, n in found.items()
-    ]
-    if rest and not (records and _is_object(rest)):
+        elif line is not rest and line.strip():
+            odd[record] += 1
+    notes += [f"{path.name}: {format_count(n, 'line')} left out ({x})" for x, n in odd.items()]
+    # The last line may be under way.
+    if rest and not isinstance(_parse_line(rest), dict):
         notes.append(f"{path.name}: the last line is cut ({len(rest)} bytes)")
     return records
 
 
-def _is_object(line: bytes) -> bool:
+def _parse_line(line: bytes) -> Line | str:
+    """Return the object of a line, or what stands there instead."""
     try:
-        return isinstance(orjson.loads(line), dict)
+        record = orjson.loads(line)
     except orjson.JSONDecodeError:
-        return False
+        return "no JSON" if line.strip(b"\0") else "zero bytes"
+    return record if isinstance(record, dict) else "JSON, but no object"
 
 
 def _keep_steps(lines: list[Line], notes: list[str]) -> list[Line]:

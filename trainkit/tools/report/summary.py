@@ -1,4 +1,4 @@
-"""The top of the page: the state of a run, its figures, and what ran where."""
+"""The top of the page: the figures of a run, and what ran where."""
 
 from __future__ import annotations
 
@@ -22,39 +22,9 @@ from trainkit.types import Layout
 Cell = tuple[str, int, int]
 """A cell of a layout: its text, how many ranks it spans, its shade."""
 
-# The states of `read_run_status` in the words of the page.
-_STATES = {
-    "running": "running",
-    "ended": "finished",
-    "stopped": "stopped",
-    "died": "failed",
-    "stale": "silent",
-}
 _RECENT = 100  # lines whose median is shown
 _LARGEST_WORLD = 1 << 31  # of ranks that a file may claim
 _MOST_RANKS = 64  # of a layout that is drawn rank by rank
-
-
-def describe_state(run: RunFiles) -> dict[str, str]:
-    """Return whether a run is running, finished, stopped, failed, silent or unknown, and why.
-
-    Examples:
-        >>> from pathlib import Path
-        >>> from trainkit.run.status import RunStatus
-        >>> path = Path("runs/mine")
-        >>> status = RunStatus(path=path, state="died", why="DataError")
-        >>> describe_state(RunFiles(path, status=status))
-        {'kind': 'failed', 'text': 'failed: DataError'}
-    """
-    status = run.status
-    if status is None or status.state == "unknown":
-        return {"kind": "unknown", "text": "unknown"}
-    if status.state == "running" and not run.metrics:
-        return {"kind": "running", "text": "starting"}
-    kind = _STATES[status.state]
-    reason = f": {status.why}" if status.why and kind in ("stopped", "failed") else ""
-    text = status.why if kind == "silent" and status.why else kind + reason
-    return {"kind": kind, "text": limit_text(text)}
 
 
 def summarize(run: RunFiles) -> dict[str, Any]:
@@ -72,13 +42,13 @@ def summarize(run: RunFiles) -> dict[str, Any]:
         "loss": find_last(lines, "loss"),
         "evaluation": find_last(lines, "eval/loss"),
         "tokens": find_last(lines, "tokens_total"),
-        "memory_rank": find_last(lines, "memory_rank"),
     }
     for name in ("tokens_per_second", "mfu", "hfu", "seconds"):
         numbers[name] = get_recent(lines, name)
     peaks = get_numbers(lines, "memory_peak")
-    peaks = peaks[np.isfinite(peaks)]
-    numbers["memory"] = float(peaks.max()) if peaks.size else None
+    highest = int(np.nanargmax(peaks)) if np.isfinite(peaks).any() else None
+    numbers["memory"] = None if highest is None else float(peaks[highest])
+    numbers["memory_rank"] = None if highest is None else find_last([lines[highest]], "memory_rank")
     # Goodput counts from the starts; a file of another program has none.
     if starts and all("step" in event for event in starts):
         time = measure_goodput(_list_seconds(lines), [_keep_sane(event) for event in run.events])

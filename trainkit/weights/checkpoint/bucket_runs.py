@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,15 @@ from typing import Any
 import orjson
 
 from trainkit.buckets.files import lock_folder
-from trainkit.buckets.store import Store, get_bytes, get_file, list_files, open_store
-from trainkit.buckets.urls import cache_folder, find_url
+from trainkit.buckets.store import (
+    Store,
+    get_bytes,
+    get_file,
+    list_files,
+    list_objects,
+    open_store,
+)
+from trainkit.buckets.urls import cache_folder, cache_home, find_url
 from trainkit.files import commit_folder, convert_disk_errors
 from trainkit.types import ConfigError, Log, log_info
 from trainkit.weights.checkpoint.manifest import (
@@ -126,6 +135,91 @@ def fetch_request(request: str | Path, *, log: Log = log_info) -> str | Path:
     return path
 
 
+def fetch_lines(run_dir: str | Path, *, log: Log = log_info) -> Path:
+    """Copy what a run in a bucket has written about itself, without its checkpoints.
+
+    Args:
+        run_dir: A URL; or a path, which is returned as it is.
+        log: Called with the folder.
+
+    Returns:
+        A folder in the cache, not that in which the run works: the lines of the last save, or of
+        this machine if the run was here, are in `find_run_folder`.
+
+    Raises:
+        ConfigError: There is no run at the URL, or the bucket cannot be used.
+        DiskError: See `fetch_run`.
+
+    Effects:
+        Replaces the files in the folder.
+
+    Examples:
+        >>> fetch_lines("runs/pretrain")
+        PosixPath('runs/pretrain')
+    """
+    url = find_url(run_dir)
+    if url is None:
+        return Path(run_dir)
+    store = open_store(url)
+    folder = cache_folder("reports", url)
+    with lock_folder(folder, by="fetch_lines"):
+        found = []
+        for name in _FILES:
+            with contextlib.suppress(FileNotFoundError):
+                _replace(store, name, folder / name)
+                found.append(name)
+        if not found:
+            raise ConfigError(f"fetch_lines: there is no run at {url}", where=url)
+    log(f"fetched the lines of {url} into {folder}")
+    return folder
+
+
+def fetch_model(path: str | Path, *, log: Log = log_info) -> Path:
+    """Return a local copy of a run, a checkpoint or a Hugging Face folder of a bucket.
+
+    Of a run its newest whole checkpoint is copied into its folder (`fetch_run`). The files of
+    another folder are copied into the cache, once for the names, sizes and ETags that they have.
+
+    Args:
+        path: A URL; or a path, which is returned as it is.
+        log: Called with what is fetched.
+
+    Raises:
+        ConfigError: There is nothing at the URL, or the bucket cannot be used.
+        DiskError: See `fetch_run`.
+
+    Effects:
+        Writes into the cache, one process of a machine at a time.
+
+    Examples:
+        >>> fetch_model("runs/pretrain")
+        PosixPath('runs/pretrain')
+    """
+    url = find_url(path)
+    if url is None:
+        return Path(path)
+    root, _, name = url.rpartition("/")
+    if root.endswith("/checkpoints"):
+        return Path(fetch_request(url, log=log))
+    store = open_store(url)
+    objects = list_objects(store, "")
+    if list_remote({key: size for key, (size, _) in objects.items()}):
+        return fetch_run(url, log=log)
+    if "config.json" not in objects:
+        raise ConfigError(
+            f"fetch_model: there is no run and no Hugging Face folder at {url}",
+            where=url,
+            want="a folder with checkpoints/, or with config.json",
+        )
+    record = orjson.dumps([url, objects], option=orjson.OPT_SORT_KEYS)
+    home = cache_home() / "models" / hashlib.sha256(record).hexdigest()[:16]
+    with lock_folder(home, by="fetch_model"):
+        folder = home / name
+        if not folder.exists():
+            _download_files(store, {key: key for key in objects}, folder, log)
+    return folder
+
+
 def list_remote(sizes: dict[str, int]) -> list[str]:
     """Return the names of the checkpoints among the keys of a run, newest first.
 
@@ -158,11 +252,19 @@ def _fetch_newest(store: Store, directory: Path, remote: list[str], log: Log) ->
         if _is_whole(path):
             return False
         if name in remote:
+            # What was damaged is fetched again when the bucket has other objects.
+            objects = list_objects(store, f"checkpoints/{name}")
+            known = directory / f".damaged-{name}"
+            if known.exists() and known.read_bytes() == orjson.dumps(objects):
+                log(f"{store.url}/checkpoints/{name} is damaged, as when it was fetched before")
+                continue
             _download(store, name, path, log)
             problems = verify_checkpoint(path)
             if not problems:
+                known.unlink(missing_ok=True)
                 return True
             log(f"{store.url}/checkpoints/{name} is damaged: {problems[0]}")
+            known.write_bytes(orjson.dumps(objects))
     return False
 
 
@@ -182,19 +284,27 @@ def _verify_once(path: Path, modified: int) -> tuple[str, ...]:
 
 
 def _download(store: Store, name: str, path: Path, log: Log) -> None:
-    sizes = list_files(store, f"checkpoints/{name}")
-    files = {key.rpartition("/")[2]: key for key in sizes}
-    total = sum(sizes.values())
-    log(f"fetching {store.url}/checkpoints/{name}, {total / 2**20:.1f} MiB, into {path}")
-    staging = path.with_name(f".staging-fetch-{name}")
+    keys = list_files(store, f"checkpoints/{name}")
+    # Other names no manifest has.
+    files = {x: key for key in keys if is_plain_file_name(x := key.rpartition("/")[2])}
+    _download_files(store, files, path, log)
+
+
+def _download_files(store: Store, files: Mapping[str, str], path: Path, log: Log) -> None:
+    """Copy objects, whose keys are given by names, into a folder that then appears at once."""
+    sizes = list_files(store)
+    total = sum(sizes[key] for key in files.values())
+    log(f"fetching {store.url}, {total / 2**20:.1f} MiB, into {path}")
+    staging = path.with_name(f".staging-fetch-{path.name}")
     with convert_disk_errors(path, by="fetch_run"):
         shutil.rmtree(staging, ignore_errors=True)  # of a killed process
         staging.mkdir(parents=True)
         free = shutil.disk_usage(staging).free
     check_free_space(f"fetch_run: {store.url}", path, free=free, needed=total)
     for file, key in files.items():
-        if is_plain_file_name(file):  # others no manifest names
-            get_file(store, key, staging / file)
+        with convert_disk_errors(path, by="fetch_run"):
+            (staging / file).parent.mkdir(parents=True, exist_ok=True)
+        get_file(store, key, staging / file)
     with convert_disk_errors(path, by="fetch_run"):
         if path.exists():  # a damaged one, in its place
             shutil.rmtree(path)

@@ -217,43 +217,97 @@ def _check_group(ranks: Sequence[int], name: str, *, rank: int, by: str) -> list
     return found
 
 
-def copy_components(components: Components | None, *, rank: int) -> ComponentStates | None:
+def copy_components(components: Components | None) -> Components | None:
     """Copy the states of components, so that they can be saved when the objects have moved on.
 
     Args:
         components: The components.
-        rank: This rank.
 
     Returns:
-        Their states, with tensors of their own on the same devices; None if they have more than
-        `MAX_COPIED` bytes on this rank, or more than `MAX_COPIED_VALUES` values,
-        since a copy after each step would then slow a run.
-
-    Raises:
-        ConfigError: A state holds what no checkpoint can.
+        Components that can be saved in place of them, with tensors on the same devices; None if
+        they have more than `MAX_COPIED` bytes on this rank, or more than `MAX_COPIED_VALUES`
+        values, since a copy after each step would then slow a run. What no checkpoint can hold is
+        not looked for.
 
     Effects:
         Calls `state_dict` of each component. No host sync.
 
     Examples:
         >>> layer = nn.Linear(1, 1)
-        >>> states = copy_components({"layer": layer}, rank=0)
+        >>> copies = copy_components({"layer": layer})
         >>> _ = layer.weight.data.fill_(7)
-        >>> bool(states.replicated["components/layer/weight"] == 7)
+        >>> bool(copies["layer"].state.state_dict()["weight"] == 7)
         False
-        >>> copy_components({"layer": nn.Linear(512, 512)}, rank=0) is None
+        >>> copy_components({"layer": nn.Linear(512, 512)}) is None
         True
     """
-    read = read_components(components, rank=rank, by="copy_components")
-    groups = read.replicated, read.sharded, read.own, read.copies
-    locals_ = [get_local_box(x).local for group in groups for x in group.values()]
-    is_large = sum(x.numel() * x.element_size() for x in locals_) > MAX_COPIED
-    if is_large or read.values > MAX_COPIED_VALUES:
-        return None
-    replicated, sharded, own, copies = (
-        {name: x.detach().clone() for name, x in group.items()} for group in groups
-    )
-    return attrs.evolve(read, replicated=replicated, sharded=sharded, own=own, copies=copies)
+    copier = _Copier()
+    copies: dict[str, Component] = {}
+    for name, component in get_components(components, by="copy_components").items():
+        state = copier.copy(component.state.state_dict())
+        if copier.is_full:
+            return None
+        copies[name] = attrs.evolve(component, state=_Copy(state))
+    return copies
+
+
+@attrs.frozen(eq=False)
+class _Copy:
+    """A state that a component had."""
+
+    state: Any
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state_dict: Any, /) -> None:
+        raise TypeError(f"a copy of the state of a component takes no other: {state_dict!r:.100}")
+
+
+@attrs.define(eq=False)
+class _Copier:
+    """Copies states, until they are too large."""
+
+    bytes: int = 0
+    values: int = 0
+    # By what makes two tensors one: the tensor, which keeps its memory from being used by another
+    # one meanwhile, and its copy.
+    tensors: dict[Any, tuple[Tensor, Tensor]] = attrs.field(factory=dict)
+
+    @property
+    def is_full(self) -> bool:
+        return self.bytes > MAX_COPIED or self.values > MAX_COPIED_VALUES
+
+    def copy(self, value: Any) -> Any:
+        self.values += 1
+        if isinstance(value, Tensor):
+            return self._copy_tensor(value)
+        if self.is_full:
+            return None
+        if isinstance(value, Mapping):
+            return {key: self.copy(x) for key, x in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self.copy(x) for x in value)
+        return value
+
+    def _copy_tensor(self, x: Tensor) -> Tensor | None:
+        key = _get_identity(x)
+        if key not in self.tensors:
+            local = get_local_box(x).local if is_sharded(x) else x
+            self.bytes += local.numel() * local.element_size()
+            if self.is_full:
+                return None
+            self.tensors[key] = x, x.detach().clone()
+        return self.tensors[key][1]
+
+
+def _get_identity(x: Tensor) -> Any:
+    """Return what is equal of two tensors that share all of their memory."""
+    is_plain = type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided
+    # Empty tensors have no storage that could tell them apart, and a shard may be empty.
+    if not is_plain or not x.numel():
+        return id(x)
+    return x.untyped_storage().data_ptr(), x.storage_offset(), x.shape, x.stride(), x.dtype
 
 
 def check_components(components: Components | None, axis: Axis, *, by: str) -> None:
@@ -333,12 +387,7 @@ class _Encoder:
             raise self._refuse(path, f"{what}; give a plain tensor: of a shard to_local()")
         if dtype not in DTYPES or x.is_quantized:
             raise self._refuse(path, f"has the dtype {dtype}, which no checkpoint holds")
-        # Empty tensors have no storage that could tell them apart, and a shard may be empty.
-        key = (
-            (x.untyped_storage().data_ptr(), x.storage_offset(), x.shape, x.stride(), dtype)
-            if x.numel() and is_plain
-            else id(x)
-        )
+        key = _get_identity(x)
         if key not in self.names:
             self.names[key] = self._choose_name(path, prefix)
             self.tensors[self.names[key]] = x

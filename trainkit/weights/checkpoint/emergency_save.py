@@ -20,7 +20,7 @@ from trainkit.types import (
     TrainState,
 )
 from trainkit.weights.checkpoint.background_save import list_save_threads
-from trainkit.weights.checkpoint.components import ComponentStates
+from trainkit.weights.checkpoint.components import Components
 from trainkit.weights.checkpoint.run_id import mark_saved
 from trainkit.weights.checkpoint.snapshot import Snapshot
 from trainkit.weights.checkpoint.write import Destination, commit, point_to, write_rank
@@ -32,7 +32,7 @@ class UnsavedState:
 
     With `after_peer_error` the error was caused by the exit of another rank. This rank then writes
     its files only if another one has: a rank that was killed leaves nothing to complete. `log`
-    takes a message on any rank. `components` are their states as they were with this one; by
+    takes a message on any rank. `components` are copies of them as they were with this one; by
     default the objects are read.
     """
 
@@ -40,7 +40,7 @@ class UnsavedState:
     log: Log
     score: float | None = None
     after_peer_error: bool = False
-    components: ComponentStates | None = None
+    components: Components | None = None
 
 
 def write_and_commit(

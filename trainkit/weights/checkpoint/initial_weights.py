@@ -10,8 +10,8 @@ from typing import Any
 import attrs
 from torch import nn
 
-from trainkit.types import CheckpointError, ConfigError, ParallelState
-from trainkit.weights.checkpoint.bucket_runs import fetch_request, fetch_run
+from trainkit.types import CheckpointError, ConfigError, ParallelState, TrainkitError
+from trainkit.weights.checkpoint.bucket_runs import fetch_model, fetch_request, fetch_run
 from trainkit.weights.checkpoint.manifest import MANIFEST, inspect_files, list_checkpoints
 from trainkit.weights.checkpoint.run_state import hash_weights
 from trainkit.weights.checkpoint.safe_files import read_json
@@ -61,7 +61,7 @@ def find_initial_weights(
     `hash_initial_weights`. Without `init` they are the ones that the run has recorded.
 
     Args:
-        init: The requested run, checkpoint or Hugging Face folder, if any.
+        init: The requested run, checkpoint or Hugging Face folder, if any; or its URL.
         run_dir: The run directory; of a URL the newest checkpoint is fetched (`fetch_run`).
         request: What the run resumes from, as for `checkpoint.resume`.
 
@@ -73,13 +73,18 @@ def find_initial_weights(
         PosixPath('runs/pretrain')
     """
     run_dir, request = fetch_run(run_dir, request), fetch_request(request)
+    init = None if init is None else fetch_model(init)
     checkpoint, facts = _find_checkpoint_to_resume(run_dir, request)
     if checkpoint is None:
         return InitialWeights(None if init is None else Path(init))
     # Runs of adapters record their base, other runs the source of their initial weights. Either may
     # have been deleted since.
     recorded = facts.get("base_from") or facts.get("config.init")
-    recorded = None if recorded is None else Path(recorded)
+    if recorded is not None:
+        try:
+            recorded = fetch_model(recorded)
+        except TrainkitError:  # as a path that is gone
+            recorded = Path(recorded)
     saved_hash = {name: value for name, value in facts.items() if name == _FACT}
     # Checkpoints of adapters do not contain their base, so it must be read again.
     is_full_model = "base" not in facts

@@ -320,12 +320,13 @@ def read_facts(path: Path | str, *, needs: Sequence[str] = ()) -> dict[str, Any]
     missing = [name for name in needs if name not in facts]
     if missing:
         raise CheckpointError(
-            f"read_facts: {path} does not say its {', '.join(missing)}: it was saved by a recipe "
-            "of another kind",
+            f"read_facts: {path} does not say its {', '.join(missing)}: the script that saved it "
+            "did not give them to the run",
             where=path,
             got=sorted(facts),
             want=list(needs),
-            hint="name a run of a recipe that saves them with its facts",
+            hint="a run that starts with run.resume(..., model=config, tokenizer=tokenizer, "
+            "context=256) says what model it is; facts of your own are in its argument facts",
         )
     return facts
 

@@ -18,6 +18,7 @@ from trainkit.buckets.store import (
     delete_files,
     get_bytes,
     list_files,
+    lower_priority,
     put_bytes,
     put_file,
 )
@@ -90,6 +91,7 @@ class Mirror:
         return self.find_missing()
 
     def _run(self) -> None:
+        lower_priority()
         while True:
             is_last = self._closing.is_set()
             try:
@@ -154,6 +156,10 @@ class Mirror:
             except FileNotFoundError:  # retention has deleted it
                 if (self.folder / "checkpoints" / new[0]).exists():
                     raise
+        # On another machine they must retain what they do here.
+        for pin in sorted(self.folder.glob(f"checkpoints/step_*{PIN}")):
+            if f"checkpoints/{pin.name}" not in sizes:
+                put_file(self.store, f"checkpoints/{pin.name}", pin)
         self._apply_retention()
 
     def _find_changed(self) -> list[tuple[str, Path]]:

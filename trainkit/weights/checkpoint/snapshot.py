@@ -26,7 +26,6 @@ from trainkit.weights.checkpoint.boxes import (
 from trainkit.weights.checkpoint.component_trees import TENSORS
 from trainkit.weights.checkpoint.components import (
     Components,
-    ComponentStates,
     get_component_boxes,
     read_components,
 )
@@ -98,9 +97,9 @@ class TakeSnapshot(Protocol):
     """See `make_snapshot_taker`."""
 
     def __call__(
-        self, state: TrainState, facts: Mapping[str, Any], states: ComponentStates | None = None, /
+        self, state: TrainState, facts: Mapping[str, Any], copies: Components | None = None, /
     ) -> Snapshot:
-        """Copy what this rank writes; `states` are the components', by default the objects' own."""
+        """Copy what this rank writes; `copies` are saved in place of the components."""
         ...
 
 
@@ -112,9 +111,9 @@ def make_snapshot_taker(
 ) -> TakeSnapshot:
     """Return `take(state, facts)`, which copies what this rank writes of a state to host memory.
 
-    `take(state, facts, states)` has these states of the components, in place of those that the
-    objects have now. Each snapshot reuses the memory of the previous one, which must have been
-    written by then.
+    `take(state, facts, copies)` has the states of these copies of the components
+    (`copy_components`), in place of those that the objects have now. Each snapshot reuses the
+    memory of the previous one, which must have been written by then.
 
     Args:
         stages: This rank's stages.
@@ -144,14 +143,14 @@ def make_snapshot_taker(
     replica_memory = _Memory("")
 
     def take(
-        state: TrainState, facts: Mapping[str, Any], states: ComponentStates | None = None
+        state: TrainState, facts: Mapping[str, Any], copies: Components | None = None
     ) -> Snapshot:
         # Device scalars are read here; the thread that writes only touches host memory.
         health = {x: v.item() if isinstance(v, Tensor) else v for x, v in state.health.items()}
         state = attrs.evolve(state, tokens=int(state.tokens), health=health)
         boxes = get_boxes_to_write(stages, optimizer, ps)
         check_optimizer(stages, optimizer)
-        read = states or read_components(components, rank=ps.world.index, by="save_checkpoint")
+        read = read_components(copies or components, rank=ps.world.index, by="save_checkpoint")
         # Before the copy: a state that cannot be saved raises while the old snapshot is intact.
         described = _describe_state(state, optimizer, ps, facts)
         # A buffer may be infinite on purpose: a mask, for instance.
@@ -167,7 +166,7 @@ def make_snapshot_taker(
         saved = [box for file in (*files, *more, *replicas) for box in file.boxes]
         _copy([sources[box.name][1].local for box in saved], [box.values for box in saved])
         moments = optimizer_state(stages, optimizer)
-        copies = find_tied_copies(stages)
+        tied = find_tied_copies(stages)
         return Snapshot(
             state=state,
             files=(*files, *more),
@@ -175,7 +174,7 @@ def make_snapshot_taker(
             scalars={
                 name: {key: x for key, x in values.items() if not isinstance(x, Tensor)}
                 for name, values in moments.items()
-                if name not in copies
+                if name not in tied
             },
             untouched=[name for name, values in moments.items() if not values],
             described=described,

@@ -215,7 +215,7 @@ def get_family(
             f"{', '.join(by_type)}",
             where=where,
             got=short_repr(model_type),
-            hint="how to add one: docs/howto/add-a-model-family.md",
+            hint='how to add one: the page "Add a model family" of the documentation',
         )
     return by_type[model_type]
 

@@ -22,6 +22,7 @@ from trainkit.parallel.name_patterns import match_any
 from trainkit.parallel.parameters import COPY_SUFFIX, get_local_box
 from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights
 from trainkit.weights.checkpoint.boxes import FLOATS, get_parameter_name, shorten
+from trainkit.weights.checkpoint.bucket_runs import fetch_model
 from trainkit.weights.checkpoint.manifest import MANIFEST
 from trainkit.weights.checkpoint.reading import make_weights_reader
 from trainkit.weights.checkpoint.run_state import model_tensors
@@ -208,7 +209,8 @@ def read_init_config(
         ...
         trainkit.types.CheckpointError: open_folder: there is no folder /does/not/exist; a model...
     """
-    if (Path(path) / "checkpoints").is_dir() and not is_hf_folder(path):
+    path = fetch_model(path)
+    if (path / "checkpoints").is_dir() and not is_hf_folder(path):
         raise ConfigError(
             f"--init: {path} is a run, not a Hugging Face folder",
             hint=f"python -m trainkit export {path} FOLDER makes one of it",
@@ -236,7 +238,7 @@ def read_init_config(
             else f"--init: {path} has no experts, and this recipe trains decoders with",
             where="init",
             got=0 if config.experts is None else config.experts.count,
-            hint="the recipe moe trains experts; docs/howto/train-experts.md has what they need",
+            hint='the recipe moe trains experts; the page "Train experts" has what they need',
         )
     return config
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -19,8 +20,9 @@ from trainkit.text.tokenizers import open_tokenizer, tokenizer_hash
 from trainkit.text.tokenizers.bytes import ByteTokenizer
 from trainkit.text.tokenizers.hf import HFTokenizer
 from trainkit.text.tokenizers.special import BOS
-from trainkit.types import CheckpointError, ConfigError, Log, log_warning
+from trainkit.types import CheckpointError, ConfigError, DataError, Log, log_warning
 from trainkit.weights.checkpoint import load as checkpoints
+from trainkit.weights.checkpoint.bucket_runs import fetch_model
 from trainkit.weights.checkpoint.manifest import find_checkpoint, list_checkpoints
 from trainkit.weights.hub.folder import check_model_path, is_hf_folder, open_folder
 
@@ -69,7 +71,7 @@ def open_model(
 
     Args:
         path: A run, for its newest checkpoint that verifies; a checkpoint; or a Hugging Face
-            folder.
+            folder. Or its URL in a bucket, which is fetched (`fetch_model`).
         tokenizer: A name for `open_tokenizer`; by default the tokenizer of the run or the folder.
         context: The maximum number of tokens of its inputs; by default a run's `full_context`, and
             for a folder the default of `open_folder`.
@@ -79,8 +81,9 @@ def open_model(
         CheckpointError: There is no checkpoint, none verifies, or it is not of a decoder; or the
             run was trained with another tokenizer.
         ConfigError: It is a folder of adapters only; the tokenizer has more ids than the embedding
-            has rows; `context` is beyond the model's positions; or as `open_folder`.
-        DataError: There is no tokenizer.
+            has rows; `context` is beyond the model's positions, or neither it nor the run says how
+            long a text may be; or as `open_folder`.
+        DataError: There is no tokenizer, or a run does not name it.
 
     Examples:
         >>> open_model("/does/not/exist")
@@ -88,7 +91,7 @@ def open_model(
         ...
         trainkit.types.CheckpointError: open_model: there is no folder /does/not/exist; a model...
     """
-    path = Path(path)
+    path = fetch_model(path)
     # First: a folder of adapters has no config.json, and would be reported as no model at all.
     is_folder = is_hf_folder(path)
     if not is_folder and (path / "adapter_config.json").is_file():
@@ -99,7 +102,8 @@ def open_model(
             hint="name the run that trained them, or export that with --merge",
         )
     check_model_path(path, function="open_model")
-    info = _read_folder(path, tokenizer, context) if is_folder else _read_run(path, tokenizer, log)
+    read = _read_folder if is_folder else functools.partial(_read_run, log=log)
+    info = read(path, tokenizer, context)
     if context is not None:
         info = attrs.evolve(info, context=context)
     # Set by a table of learned positions, or by the factors of LongRoPE.
@@ -144,7 +148,7 @@ def read_model_info(path: Path | str, *, context: int | None = None) -> DecoderC
         trainkit.types.CheckpointError: read_model_info: there is no folder /does/not/exist; a
         model...
     """
-    path = Path(path)
+    path = fetch_model(path)
     check_model_path(path, function="read_model_info")
     if is_hf_folder(path):
         return open_folder(path, context=context).config
@@ -167,10 +171,16 @@ def _read_folder(path: Path, name: str | None, context: int | None) -> ModelInfo
     )
 
 
-def _read_run(path: Path, name: str | None, log: Log) -> ModelInfo:
+def _read_run(path: Path, name: str | None, context: int | None, *, log: Log) -> ModelInfo:
     path = find_checkpoint(path, log=log)
-    facts = checkpoints.read_facts(path, needs=("model", "config.tokenizer", "config.row_length"))
-    name = name or facts["config.tokenizer"]
+    facts = checkpoints.read_facts(path, needs=("model",))
+    name = name or find_tokenizer_name(facts)
+    if name is None:
+        raise DataError(
+            f"open_model: {path} does not name its tokenizer",
+            where=path,
+            hint="give it: open_model(tokenizer=), or --tokenizer of export and evaluate",
+        )
     tokenizer = open_tokenizer(name)
     # By the hash of what it computes: its files may have been moved, or lie under an old path.
     got = tokenizer_hash(tokenizer)
@@ -184,8 +194,14 @@ def _read_run(path: Path, name: str | None, log: Log) -> ModelInfo:
             hint="name the run's own",
         )
     config = config_from_facts(facts["model"])
-    # A run from scratch records no context: its model has seen no rows longer than its own.
-    full_context = facts.get("context", facts["config.row_length"])
+    # A recipe's run from scratch has no context: its model has seen no rows longer than its own.
+    full_context = facts.get("context") or facts.get("config.row_length") or context
+    if full_context is None:
+        raise ConfigError(
+            f"open_model: {path} does not say how long the texts of its model may be",
+            where="context",
+            hint="give a number: open_model(context=), or --context of export and evaluate",
+        )
     return ModelInfo(
         path=path,
         config=config,
@@ -197,6 +213,24 @@ def _read_run(path: Path, name: str | None, log: Log) -> ModelInfo:
         template=facts.get("config.template"),
         facts=facts,
     )
+
+
+def find_tokenizer_name(facts: Mapping[str, Any]) -> str | None:
+    """Return the name of a run's tokenizer for `open_tokenizer`, None if its facts do not tell.
+
+    A script without flags records no name, but a hash, by which the tokenizer of bytes is known.
+
+    Args:
+        facts: The facts of a checkpoint.
+
+    Examples:
+        >>> find_tokenizer_name({"config.tokenizer": "llama/"})
+        'llama/'
+        >>> find_tokenizer_name({"tokenizer": tokenizer_hash(open_tokenizer("bytes"))})
+        'bytes'
+    """
+    is_bytes = facts.get("tokenizer") == tokenizer_hash(open_tokenizer("bytes"))
+    return facts.get("config.tokenizer") or ("bytes" if is_bytes else None)
 
 
 def has_learned_bos(tokenizer: ByteTokenizer | HFTokenizer, facts: Mapping[str, Any]) -> bool:

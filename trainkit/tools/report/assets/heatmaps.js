@@ -14,7 +14,8 @@ const diverge = (share) =>
     ? mix(color("cold"), color("zero"), 2 * share)
     : mix(color("zero"), color("hot"), 2 * share - 1);
 
-/** A card with a matrix over the common axis: `get()` returns {x, rows, values, scale, format}. */
+/** A card with a matrix over the common axis: `get()` returns {x, rows, values, kind, format}, where
+ * a column of values was measured at its x, and reaches back to the one before it. */
 function heatCard(spec) {
   const canvas = make("canvas", { role: "img", "aria-label": spec.title });
   const bar = make("span", { class: "ramp" });
@@ -27,7 +28,7 @@ function heatCard(spec) {
   const item = { node, rescale: () => item.redraw() };
   let placed = null;
   item.redraw = () => {
-    const { x, end, rows, values, kind, format, groups } = spec.get();
+    const { x, rows, values, kind, format, groups } = spec.get();
     const width = Math.floor(canvas.parentNode.clientWidth);
     if (!width) return;
     const isNarrow = width < 500;
@@ -36,7 +37,8 @@ function heatCard(spec) {
       isNarrow ? 110 : 190,
       14 + 6.2 * Math.max(...(groups || labels).map((name) => (name.label || name).length)),
     );
-    const size = Math.max(3, Math.min(20, (spec.height || 300) / rows.length));
+    const lowest = rows.length <= 48 ? 13 : 3; // where names are few each of them is readable
+    const size = Math.max(lowest, Math.min(36, spec.height / rows.length));
     const height = Math.ceil(size * rows.length) + 22;
     const ratio = devicePixelRatio;
     canvas.width = width * ratio;
@@ -47,7 +49,7 @@ function heatCard(spec) {
     const [low, high] = view();
     const inner = width - gutter - RIGHT + 4; // it ends where curves end
     const place = (value) => gutter + ((value - low) / (high - low)) * inner;
-    const edges = [...x, end];
+    const edges = [x.length > 1 ? Math.max(domain()[0], 2 * x[0] - x[1]) : domain()[0], ...x];
     const shown = values
       .flatMap((column, i) => (edges[i + 1] > low && edges[i] < high ? column : []))
       .filter((v) => v !== null);
@@ -98,11 +100,13 @@ function heatCard(spec) {
     context.fillStyle = color("ink-3");
     drawTicks(context, place, inner, size * rows.length);
     const steps = [0, 0.25, 0.5, 0.75, 1].map((share) => scale.tone(share));
-    bar.replaceChildren(
-      make("span", { text: FORMATS[format](scale.low) }),
-      make("i", { style: { background: `linear-gradient(90deg, ${steps.join(",")})` } }),
-      make("span", { text: FORMATS[format](scale.high) }),
-    );
+    if (shown.every((v) => v === 0)) bar.replaceChildren(make("span", { text: "0 everywhere" }));
+    else
+      bar.replaceChildren(
+        make("span", { text: FORMATS[format](scale.low) }),
+        make("i", { style: { background: `linear-gradient(90deg, ${steps.join(",")})` } }),
+        make("span", { text: FORMATS[format](scale.high) }),
+      );
     placed = { edges, gutter, inner, width, size, rows, values, format, low, high };
   };
   canvas.addEventListener("pointermove", (event) => {
@@ -110,15 +114,8 @@ function heatCard(spec) {
     const [px, py] = [event.clientX - box.left, event.clientY - box.top];
     const row = Math.floor(py / placed.size);
     const at = placed.low + ((px - placed.gutter) / placed.inner) * (placed.high - placed.low);
-    let column = -1;
-    while (column + 1 < placed.values.length && placed.edges[column + 1] <= at) column++;
-    if (
-      px < placed.gutter ||
-      row < 0 ||
-      row >= placed.rows.length ||
-      column < 0 ||
-      at > placed.edges.at(-1)
-    ) {
+    const column = placed.edges.findIndex((edge) => edge >= at) - 1;
+    if (px < placed.gutter || row < 0 || row >= placed.rows.length || column < 0) {
       tip.hidden = true;
       return;
     }
@@ -127,7 +124,7 @@ function heatCard(spec) {
       make("h4", { text: placed.rows[row] }),
       tipLine(
         null,
-        `${choice.axis} ${AXES[choice.axis][2](placed.edges[column])}`,
+        `${choice.axis} ${AXES[choice.axis][2](placed.edges[column + 1])}`,
         value === null ? "–" : FORMATS[placed.format](value),
       ),
     );

@@ -32,8 +32,11 @@ function bytes(x) {
   }
   return `${Math.round(x)} B`;
 }
-const percent = (x) =>
-  isNumber(x) ? `${trim((100 * x).toFixed(Math.abs(x) < 0.1 ? 2 : 1))} %` : "–";
+function percent(x) {
+  if (!isNumber(x)) return "–";
+  if (x && Math.abs(x) < 1e-4) return `${trim((100 * x).toPrecision(2))} %`;
+  return `${trim((100 * x).toFixed(Math.abs(x) < 0.1 ? 2 : 1))} %`;
+}
 function seconds(x) {
   if (!isNumber(x)) return "–";
   const size = Math.abs(x);

@@ -462,11 +462,10 @@ function layerCard(run, kinds) {
     controls: [kindGroup, statGroup],
     get: () => ({
       x: get().x.map((x) => x[AXIS_INDEX[choice.axis]]),
-      end: domain()[1],
       rows: shorten(get().names),
       values: get().stats[stat],
       kind: ["zeros", "nonfinite"].includes(stat) ? "linear" : "log",
-      format: stat === "zeros" ? "percent" : "short",
+      format: ["zeros", "nonfinite"].includes(stat) ? "percent" : "short",
     }),
   });
   const fill = () => {
@@ -530,8 +529,7 @@ function expertCards(run) {
       width: "w6",
       height: 420,
       get: () => ({
-        x: load.map((_, i) => position(first + i * width)),
-        end: domain()[1],
+        x: load.map((_, i) => position(first + (i + 1) * width - 1)),
         rows,
         groups,
         values: load.map((column) => shown.flatMap((layer) => column[layer])),

@@ -1,0 +1,100 @@
+"""Time of the gated delta rule: over its recurrence, over attention, over length, around a ring.
+
+Run `OMP_NUM_THREADS=1 python tests/benchmarks/delta.py` (about a minute). One core, fp32, forward
+and backward, 8 heads of 64. Each ratio is the median of ratios of neighbouring turns. The bounds
+stand beside the figures.
+"""
+
+import statistics
+import time
+
+import numpy as np
+import torch
+
+from trainkit.attention import gated_delta, ring_gated_delta, sdpa
+from trainkit.mesh import parallel_session
+from trainkit.tools.testing import run_ranks
+from trainkit.types import Spans
+
+HEADS, SIZE, TURNS = 8, 64, 9
+
+
+def make_inputs(tokens):
+    """Return q, k, v, log_decay and beta that require gradients."""
+    q, k, v = torch.randn(3, 1, tokens, HEADS, SIZE)
+    log_decay, beta = -0.1 * torch.rand(1, tokens, HEADS), torch.rand(1, tokens, HEADS)
+    tensors = q, torch.nn.functional.normalize(k, dim=-1), v, log_decay, beta
+    return [x.requires_grad_() for x in tensors]
+
+
+def spans_of(tokens):
+    return Spans(torch.tensor([0, tokens]), np.array([tokens]), tokens)
+
+
+def chunked(q, k, v, log_decay, beta):
+    return gated_delta(q, k, v, log_decay=log_decay, beta=beta, spans=spans_of(q.shape[1]))
+
+
+def attention(q, k, v, log_decay, beta):  # noqa: ARG001
+    return sdpa(q, k, v, spans=spans_of(q.shape[1]))
+
+
+def recurrence(q, k, v, log_decay, beta):
+    """The rule written out, one token after another."""
+    state = torch.zeros(HEADS, SIZE, SIZE)
+    out = []
+    for t in range(q.shape[1]):
+        state = log_decay[0, t].exp()[:, None, None] * state
+        error = v[0, t] - (k[0, t].unsqueeze(2) * state).sum(1)
+        state = state + k[0, t].unsqueeze(2) * (beta[0, t][:, None] * error).unsqueeze(1)
+        out.append((q[0, t].unsqueeze(2) * state).sum(1))
+    return torch.stack(out)
+
+
+def seconds(function, tensors):
+    """Return the time of a forward and backward pass on this core."""
+    begin = time.process_time()
+    torch.autograd.grad(function(*tensors).sum(), tensors, allow_unused=True)
+    return time.process_time() - begin
+
+
+def compare(name, new, old, bound, *, turns=TURNS):
+    """Print the median ratio of two (function, inputs), timed in turns."""
+    pairs = [(seconds(*new), seconds(*old)) for _ in range(turns + 1)][1:]
+    ratio = statistics.median(a / b for a, b in pairs)
+    times = [1e3 * statistics.median(column) for column in zip(*pairs, strict=True)]
+    print(f"{name:44} {times[0]:8.1f} ms / {times[1]:9.1f} ms = {ratio:6.3f}  (at most {bound})")
+
+
+def measure_ring(ranks):
+    """Return the median time of a ring's rank over that of one rank with the whole row."""
+    whole, shard = make_inputs(16384), make_inputs(16384 // ranks)
+    with parallel_session(ring=ranks) as ps:
+        delta = ring_gated_delta(ps.ring)
+
+        def around(q, k, v, log_decay, beta):
+            return delta(q, k, v, log_decay=log_decay, beta=beta, spans=spans_of(q.shape[1]))
+
+        turns = [(seconds(around, shard), seconds(chunked, whole)) for _ in range(TURNS + 1)]
+    return statistics.median(a / b for a, b in turns[1:])
+
+
+def main():
+    torch.manual_seed(0)
+    short, long = make_inputs(4096), make_inputs(16384)
+    compare(
+        "chunks over the recurrence, 4,096 tokens",
+        (chunked, short),
+        (recurrence, short),
+        0.15,
+        turns=2,
+    )
+    compare("chunks over sdpa, 4,096 tokens", (chunked, short), (attention, short), 1)
+    compare("chunks over sdpa, 16,384 tokens", (chunked, long), (attention, long), 1, turns=2)
+    compare("16,384 tokens over 4,096", (chunked, long), (chunked, short), 4.4)
+    ratios = run_ranks(measure_ring, 2, 2)
+    print(f"{'a rank of two in a ring over one':44} {max(ratios):33.3f}  (at most 0.6)")
+
+
+if __name__ == "__main__":
+    main()
