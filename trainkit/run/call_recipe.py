@@ -58,5 +58,5 @@ def call_recipe(recipe: str | Path, argv: Sequence[str]) -> tuple[int, dict[str,
             raise
         return code, {}
     out = load_config(module.Config, argv).out if hasattr(module, "Config") else None
-    *_, metrics = {}, *(read_metrics(find_run_folder(out)) if out else ())
-    return code, metrics
+    lines = read_metrics(find_run_folder(out)) if out else []
+    return code, lines[-1] if lines else {}

@@ -79,7 +79,8 @@ def open_mlflow(
         for name, value in {**numbers, "step": step}.items():
             waiting.append(library.entities.Metric(_fit_name(name), value, now, step))
         if time.monotonic() - sent >= _SECONDS:
-            metrics, waiting[:] = waiting[:], []  # what the server refuses is not sent again
+            metrics = waiting.copy()
+            waiting.clear()  # before: what the server refuses is not sent again
             client.log_batch(run_id, metrics=metrics)
             sent = time.monotonic()
 
