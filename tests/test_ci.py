@@ -47,7 +47,7 @@ def test_help_explains_and_does_nothing_else(script):
     assert "== " not in output, "a part has begun"
 
 
-@pytest.mark.parametrize("script", ["run", "bucket", "elastic", "ray", "slurm"])
+@pytest.mark.parametrize("script", ["run", "bucket", "elastic", "ray", "slurm", "trackers"])
 def test_an_argument_that_is_unknown_is_refused(script):
     code, output = call(script, "--fast")
     assert (code, output.splitlines()[-1]) == (

@@ -6,12 +6,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import attrs
 import pytest
 import torch
 from rank_processes import free_port
+from recipe_runs import error_of
 from test_docs import blocks_of, problems_of_command
 
 import trainkit as tk
@@ -23,6 +23,7 @@ from trainkit.mesh.launch import (
     launch_from_slurm,
     launch_from_torchrun,
 )
+from trainkit.run import call_recipe
 from trainkit.tools.testing import run_ranks
 from trainkit.types import ConfigError
 
@@ -249,51 +250,54 @@ def test_the_page_shows_ray_s_launcher_and_a_command_that_exists():
 
 
 @pytest.fixture
-def train(monkeypatch, tmp_path):
-    """Return the launcher's `train` of a recipe that ends so, with a stand-in for Ray.
-
-    It returns the exit code, and the steps that were reported. `.ci/ray` starts the real one.
-    """
-    reported = []
-    names = ("FailureConfig", "RunConfig", "ScalingConfig", "TorchConfig", "TorchTrainer")
-    for name in ("ray", "ray.train", "ray.train.torch"):
-        module = ModuleType(name)
-        vars(module).update(dict.fromkeys(names), report=lambda line: reported.append(line["step"]))
-        monkeypatch.setitem(sys.modules, name, module)
+def call(monkeypatch, tmp_path):
+    """Return `call_recipe` of a recipe that ends so, in a run directory with two steps."""
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.delitem(sys.modules, "recipe_of_ray", raising=False)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    recipe = tmp_path / "recipe_of_ray.py"
 
-    def run(end):
-        recipe = tmp_path / "recipe_of_ray.py"
+    def run(end, flag=f"--out={tmp_path}"):
         recipe.write_text(
-            f"from trainkit.types import *\ndef main(argv):\n  assert argv == ['--x']\n  {end}\n"
+            "from trainkit.types import *\nfrom trainkit.run.config import RunConfig as Config\n"
+            f"def main(argv):\n  assert argv == [{flag!r}]\n  {end}\n"
         )
-        config = {"recipe": str(recipe), "flags": ["--x"], "out": str(tmp_path)}
-        namespace = {"__name__": "ray_train"}
-        exec(LAUNCHER.read_text(), namespace)
-        return namespace["train"](config), reported
+        return call_recipe(recipe, [flag])
 
     yield run
     sys.modules.pop("recipe_of_ray", None)
 
 
 @pytest.mark.parametrize(("end", "code"), [("return 0", 0), ("return None", 0), ("return 75", 75)])
-def test_ray_gets_the_exit_code_and_the_last_metrics_of_a_recipe_that_returns(end, code, train):
-    assert train(end) == (code, [2])
+def test_a_supervisor_gets_the_exit_code_and_the_last_metrics_of_a_recipe(end, code, call):
+    assert call(end) == (code, {"step": 2})
+
+
+def test_a_recipe_without_a_run_directory_has_no_metrics(call):
+    assert call("return 0", "--out=no/such/run") == (0, {})
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [("ValueError", 64), ("DataError", 65), ("NumericsError", 67)]
+    ("error", "code"),
+    [
+        ("ValueError", 64),
+        ("DataError", 65),
+        ("CheckpointError", 66),
+        ("NumericsError", 67),
+        ("PreemptedError", 76),
+    ],
 )
-def test_an_error_that_a_next_start_would_meet_again_is_no_death_to_ray(error, code, train):
-    assert train(f"raise {error}('no')") == (code, [])
+def test_an_error_that_a_next_start_would_meet_again_is_reported_and_not_raised(
+    error, code, call, capfd
+):
+    assert call(f"raise {error}('no')") == (code, {})
+    assert error_of(capfd.readouterr().err)["code"] == code
 
 
 @pytest.mark.parametrize("error", ["PeerError", "DiskError", "ZeroDivisionError"])
-def test_of_other_errors_ray_starts_again(error, train):
+def test_an_error_that_a_next_start_may_not_meet_is_raised(error, call):
     with pytest.raises(Exception, match="no"):
-        train(f"raise {error}('no')")
+        call(f"raise {error}('no')")
 
 
 # ------------------------------------------------------------------------------------ torch

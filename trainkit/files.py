@@ -389,6 +389,25 @@ def fsync_folder(path: Path) -> None:
         os.close(folder)
 
 
+def flatten_table(table: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested tables, under names that are joined by dots.
+
+    A list is one value, and so is an empty table inside another.
+
+    Examples:
+        >>> list(flatten_table({"lr": 0.1, "logging": {"sinks": [], "more": {}}}))
+        [('lr', 0.1), ('logging.sinks', []), ('logging.more', {})]
+    """
+    pending = [("", table)]  # no recursion: a file may be nested deeper than Python's stack allows
+    while pending:
+        name, value = pending.pop()
+        if isinstance(value, Mapping) and (value or not name):
+            prefix = f"{name}." if name else ""
+            pending += [(f"{prefix}{key}", item) for key, item in reversed([*value.items()])]
+        else:
+            yield name, value
+
+
 def format_toml(values: Mapping[str, Any]) -> str:
     """Format plain values by name as a TOML file.
 

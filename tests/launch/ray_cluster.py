@@ -1,11 +1,13 @@
 """docs/launch/ray_train.py on a cluster of two simulated nodes; `.ci/ray` starts it by hand.
 
-Each part is a line of output, or a failed assertion:
+Each part is a line of output, or a failed assertion. The launcher starts in a folder, and --out is
+relative to it:
 a worker that is killed comes back, and the run ends with the bits of one that nobody disturbed;
 `control stop` ends it with 75, and the same command resumes; `control abort` ends that with 76;
 a flag that is refused ends it with 64 at the first attempt.
 """
 
+import ast
 import contextlib
 import json
 import os
@@ -32,9 +34,13 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def start(launcher, out, *flags):
-    command = [*launcher, RECIPE, "--out", out, *FLAGS.split(), *flags]
+    command = [*launcher, RECIPE, f"--out={out.name}", *FLAGS.split(), *flags]
     return subprocess.Popen(
-        [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*map(str, command)],
+        cwd=out.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -65,6 +71,14 @@ def bits_of(out):
     return lines, final["state_hash"]
 
 
+def assert_reported(out, output):
+    """Assert that `result.metrics` of Ray has the bits of the last line."""
+    [reported] = re.findall(r"^reported to Ray: (.*)$", output, re.MULTILINE)
+    reported, last = ast.literal_eval(reported), read_lines(out)[-1]
+    for name in ("step", "loss", "loss_hex", "batch_hash", "tokens_total"):
+        assert reported[name] == last[name], (name, reported, last)
+
+
 def wait_for_step(out, step, process):
     while len(read_lines(out)) < step:
         assert process.poll() is None, process.communicate()[0][-5000:]
@@ -78,7 +92,9 @@ def kill_a_worker(folder, launcher):
     victim = json.loads((out / "ranks" / "rank_00001.json").read_text())["pid"]
     os.kill(victim, signal.SIGKILL)
     seen = len(read_lines(out))
-    finish(process, 0)
+    output = finish(process, 0)
+    assert find_deaths(output), output  # what the other parts look for, and must not find
+    assert_reported(out, output)
     starts = [event for event in read_events(out) if event["event"] == "start"]
     assert len(starts) == 2, starts
     print(
@@ -88,6 +104,7 @@ def kill_a_worker(folder, launcher):
     finish(start(TORCHRUN, whole, "--steps", STEPS), 0)
     assert bits_of(out) == bits_of(whole)
     print(f"{STEPS} lines and the state have the bits of a run under torchrun: {bits_of(out)[1]}")
+    print(f"Ray has the metrics of step {STEPS}, and their bits")
 
 
 def stop_by_request(folder, launcher):
@@ -99,6 +116,7 @@ def stop_by_request(folder, launcher):
         control_run(out, request)
         output = finish(process, code)
         assert not find_deaths(output), output
+        assert_reported(out, output)
         events = read_events(out)
         assert not [line for line in events if line["event"] == "warning"]  # of the sink
         start_of_run = [line for line in events if line["event"] == "start"][-1]
@@ -113,7 +131,8 @@ def find_deaths(output):
 
 def refuse(folder, launcher):
     output = finish(start(launcher, folder / "refused", "--steps", 2, "--tp", 3), 64)
-    assert "ConfigError" in output, output
+    assert '"code":64' in output, output
+    assert "reported to Ray: {}" in output, output
     assert not find_deaths(output), output
     print("a layout that does not fit: refused once, exit code 64")
 

@@ -6,10 +6,14 @@ import faulthandler
 import gc
 import io
 import json
+import locale
+import logging
 import math
+import multiprocessing
 import os
 import random
 import re
+import resource
 import signal
 import sys
 import threading
@@ -55,6 +59,11 @@ def describe_process():
         "children": Path(f"/proc/self/task/{os.getpid()}/children").read_text(),
         "directory": Path.cwd(),
         "umask": _read_umask(),
+        "group": (os.getpgrp(), os.getsid(0), os.nice(0), os.sched_getaffinity(0)),
+        "limits": [resource.getrlimit(n) for n in range(16)],
+        "interpreter": (sys.getrecursionlimit(), sys.getswitchinterval(), locale.setlocale(0)),
+        "start method": multiprocessing.get_start_method(allow_none=True),
+        "loggers": _list_loggers(),
         "streams": [
             (s, vars(s).get("write"), vars(s).get("flush"))
             for s in (sys.stdout, sys.stderr, sys.stdin)
@@ -67,15 +76,28 @@ def describe_process():
         "numbers": (
             torch.get_default_dtype(),
             torch.get_num_threads(),
+            torch.get_num_interop_threads(),
             torch.get_float32_matmul_precision(),
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
             torch.utils.deterministic.fill_uninitialized_memory,
             torch.backends.cudnn.benchmark,
+            torch.backends.cudnn.deterministic,
+            torch.backends.cudnn.allow_tf32,
+            torch.backends.cuda.matmul.allow_tf32,
+            torch.backends.mkldnn.enabled,
+            torch.backends.cuda.flash_sdp_enabled(),
+            torch.backends.cuda.math_sdp_enabled(),
             torch.is_grad_enabled(),
             torch.is_anomaly_enabled(),
             torch.get_default_device(),
+            np.geterr(),
         ),
+        "hooks of all modules": [
+            len(hooks)
+            for name, hooks in vars(torch.nn.modules.module).items()
+            if name.startswith("_global_") and isinstance(hooks, dict)
+        ],
         "noise of torch": torch.get_rng_state().tolist(),
         "noise of numpy": np.random.get_state()[1].tolist(),  # noqa: NPY002 -- the caller's
         "noise of Python": random.getstate(),
@@ -93,6 +115,15 @@ def _read_umask():
     before = os.umask(0o77)
     os.umask(before)
     return before
+
+
+def _list_loggers():
+    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
+    return [
+        (logger.name, logger.level, logger.propagate, logger.handlers[:], logger.filters[:])
+        for logger in loggers
+        if isinstance(logger, logging.Logger)
+    ]
 
 
 def _list_files():
@@ -206,6 +237,25 @@ def twice(request, flags_of, tmp_path_factory):
 
 def test_a_recipe_leaves_the_process_of_another_as_it_was(twice):
     assert_unchanged(twice.before, twice.after)
+
+
+def test_both_calls_have_the_same_numbers(twice):
+    if twice.recipe == "generate":
+        first, second = twice.printed
+    elif twice.recipe == "evaluate":
+        first, second = ((twice.out / x / "results.json").read_text() for x in ("first", "second"))
+    else:
+        first, second = (bits_of(twice.out / x) for x in ("first", "second"))
+    assert first == second
+    assert first
+
+
+def bits_of(out):
+    """Return of each line what every layout and every start must repeat."""
+    return [
+        {name: x for name, x in line.items() if name.endswith(("loss_hex", "norm_hex", "_hash"))}
+        for line in lines(out)
+    ]
 
 
 TOTALS = (

@@ -2,6 +2,7 @@
 from . import config as config
 from . import plots as plots
 from . import sinks as sinks
+from .call_recipe import call_recipe as call_recipe
 from .compare_runs import compare_runs as compare_runs
 from .control import control_run as control_run
 from .directory import make_run_dir as make_run_dir

@@ -17,7 +17,7 @@ import torch
 
 import trainkit
 from trainkit.collectives import all_gather_objects
-from trainkit.files import read_version
+from trainkit.files import flatten_table, read_version
 from trainkit.types import Axis, ConfigError
 
 
@@ -86,7 +86,10 @@ def check_ranks_agree(axis: Axis, facts: Mapping[str, Any]) -> None:
         >>> from trainkit.mesh import solo_parallel
         >>> check_ranks_agree(solo_parallel().world, {"seed": 1} | make_code_facts())
     """
-    flat = _flatten(facts)
+    # As values of JSON: paths and records become texts, which compare equal on all ranks.
+    flat = {
+        name: orjson.loads(orjson.dumps(value, default=str)) for name, value in flatten_table(facts)
+    }
     text = orjson.dumps(flat, option=orjson.OPT_SORT_KEYS)
     hashes = all_gather_objects(hashlib.sha256(text).hexdigest(), axis)
     if len(set(hashes)) == 1:
@@ -130,18 +133,6 @@ def find_difference(facts: Sequence[Mapping[str, Any]]) -> tuple[str, str] | Non
     if more:
         message += f"; they differ in {', '.join(more[:16])} too"
     return first, message
-
-
-def _flatten(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested facts under dotted names, as values of JSON."""
-    flat: dict[str, Any] = {}
-    for name, value in facts.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flatten(value, f"{prefix}{name}.")
-        else:
-            # Paths and records become texts, which compare equal on all ranks.
-            flat[f"{prefix}{name}"] = orjson.loads(orjson.dumps(value, default=str))
-    return flat
 
 
 def _format_fact(facts: Mapping[str, Any], name: str) -> str:

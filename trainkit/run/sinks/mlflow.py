@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import re
 import time
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from trainkit.files import flatten_table
 from trainkit.run.sinks.rising import send_once
 from trainkit.types import ConfigError, Sink, needs_extra
 from trainkit.weights.checkpoint.run_id import get_run_id
@@ -56,39 +57,32 @@ def open_mlflow(
     """
     with needs_extra("mlflow"):
         library = importlib.import_module("mlflow")
-    where = library.get_tracking_uri()
-    if where.startswith("sqlite:") and importlib.util.find_spec("sqlalchemy") is None:
+    if library.get_tracking_uri().startswith("sqlite:") and not find_spec("sqlalchemy"):
         raise ConfigError(
-            f"open_mlflow: the client of MLflow alone cannot write {where}",
+            "open_mlflow: the client of MLflow alone writes no database: set MLFLOW_TRACKING_URI "
+            "to a server, or pip install mlflow",
             where="--sinks mlflow",
-            hint="set MLFLOW_TRACKING_URI to a server, or pip install mlflow",
         )
     client = library.MlflowClient()
     run = _find_run(library, client, Path(run_dir), project)
     run_id = run.info.run_id
-    parameters = [
-        library.entities.Param(name, value)
-        for name, value in _flatten(config or {})
-        if name not in run.data.params
-    ]
-    client.log_batch(run_id, params=parameters)
+    facts = {_fit_name(name): str(value) for name, value in flatten_table(config or {})}
+    new = [(name, facts[name][:_MOST_CHARACTERS]) for name in facts if name not in run.data.params]
+    client.log_batch(run_id, params=[library.entities.Param(*pair) for pair in new])
     client.update_run(run_id, status="RUNNING")
     waiting: list[Any] = []
     sent = time.monotonic()
 
-    def flush() -> None:
-        nonlocal sent
-        metrics = waiting.copy()
-        waiting.clear()  # before: what the server refuses is not sent again when the sink closes
-        client.log_batch(run_id, metrics=metrics)
-        sent = time.monotonic()
-
     def send(step: int, numbers: Mapping[str, Any]) -> None:
+        nonlocal sent
         now = int(time.time() * 1000)
         for name, value in {**numbers, "step": step}.items():
             waiting.append(library.entities.Metric(_fit_name(name), value, now, step))
         if time.monotonic() - sent >= _SECONDS:
-            flush()
+            metrics = waiting.copy()
+            waiting.clear()  # before: what the server refuses is not sent again
+            client.log_batch(run_id, metrics=metrics)
+            sent = time.monotonic()
 
     status = "FAILED"
     try:
@@ -96,7 +90,7 @@ def open_mlflow(
         status = "FINISHED"
     finally:
         try:
-            flush()
+            client.log_batch(run_id, metrics=waiting)
         finally:
             client.set_terminated(run_id, status)
 
@@ -104,24 +98,14 @@ def open_mlflow(
 def _find_run(library: Any, client: Any, run_dir: Path, project: str) -> Any:
     experiment = client.get_experiment_by_name(project)
     if experiment is None:
-        # Other runs may create it at the same time.
-        with contextlib.suppress(library.MlflowException):
+        with contextlib.suppress(library.MlflowException):  # another run has created it meanwhile
             client.create_experiment(project)
         experiment = client.get_experiment_by_name(project)
-    tags = {"trainkit.run": get_run_id(run_dir)["run"]}
-    found = client.search_runs(
-        [experiment.experiment_id], f"tags.`trainkit.run` = '{tags['trainkit.run']}'", max_results=1
-    )
+    identity = get_run_id(run_dir)["run"]
+    home = experiment.experiment_id
+    found = client.search_runs([home], f"tags.`trainkit.run` = '{identity}'", max_results=1)
     name = run_dir.absolute().name
-    return found[0] if found else client.create_run(experiment.experiment_id, None, tags, name)
-
-
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield _fit_name(f"{prefix}{name}"), str(value)[:_MOST_CHARACTERS]
+    return found[0] if found else client.create_run(home, None, {"trainkit.run": identity}, name)
 
 
 def _fit_name(name: str) -> str:

@@ -1,10 +1,9 @@
-"""Ray: gauges of its own metrics, on its dashboard and for Prometheus."""
+"""Ray: a gauge of its own metrics, on its dashboard and for Prometheus."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ from trainkit.types import ConfigError, Sink, needs_extra
 
 @contextlib.contextmanager
 def open_ray(run_dir: str | Path, *, step: int = 0) -> Iterator[Sink]:
-    """Yield a sink that sets a gauge of Ray for each number of a step, in a worker of Ray.
+    """Yield a sink that sets a gauge of Ray to each number of a step, in a worker of Ray.
 
-    "train/loss" is the gauge `trainkit_train_loss`, which Prometheus reads as
-    `ray_trainkit_train_loss`; its tag `run` is the name of the run directory. Ray keeps the newest
-    value. `ray.train.report` would make all workers wait for each other in each step.
+    The gauge is `trainkit`, which Prometheus reads as `ray_trainkit`; its tag `run` is the name of
+    the run directory, and `name` that of the number, as "train/loss". Ray keeps the newest value.
+    `ray.train.report` would make all workers wait for each other in each step.
 
     Args:
         run_dir: The run directory, for its name.
@@ -29,7 +28,7 @@ def open_ray(run_dir: str | Path, *, step: int = 0) -> Iterator[Sink]:
         ConfigError: The library ray is missing, or this process belongs to no cluster of Ray.
 
     Effects:
-        Sets gauges in Ray's registry of this process.
+        Sets a gauge in Ray's registry of this process.
 
     Examples:
         >>> from functools import partial
@@ -44,18 +43,14 @@ def open_ray(run_dir: str | Path, *, step: int = 0) -> Iterator[Sink]:
             where="--sinks ray",
             hint='start the recipe as the page "Launch" does under Ray, or leave the sink out',
         )
-    tags = {"run": Path(run_dir).absolute().name}
-    gauges: dict[str, Any] = {}
+    gauge = gauge_type(
+        "trainkit", description="numbers of a training run", tag_keys=("run", "name")
+    )
+    run = Path(run_dir).absolute().name
 
     def write(step: int, values: Mapping[str, Any]) -> None:
         for name, value in scalars({**values, "step": step}).items():
-            if name not in gauges:
-                gauges[name] = gauge_type(
-                    f"trainkit_{re.sub(r'[^A-Za-z0-9_]', '_', name)}",
-                    description=f"{name} of a training run",
-                    tag_keys=("run",),
-                )
-            gauges[name].set(value, tags=tags)
+            gauge.set(value, tags={"run": run, "name": name})
 
     write(step, {})
     yield write

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
+
+from trainkit.files import flatten_table
 
 _MAX_ITEMS = 12  # of a list; longer ones end with their length
 
@@ -30,7 +32,10 @@ def as_text(report: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
     # File names and facts of a foreign checkpoint may hold escape sequences of a terminal.
     if not isinstance(report, Mapping):
         return escape_control_characters(_format_table(report))
-    pairs = list(_flatten("", report))
+    pairs: list[tuple[str, str]] = []
+    for name, value in flatten_table(report):
+        texts = value if _is_list_of_texts(value) else [_format_cell(value, name)]
+        pairs += zip([name, *[""] * (len(texts) - 1)], texts, strict=True)
     width = max((len(name) for name, _ in pairs), default=0)
     return escape_control_characters(
         "\n".join(f"{name:{width}}  {cell}".rstrip() for name, cell in pairs)
@@ -54,16 +59,8 @@ def _format_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
-def _flatten(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield (name, cell) of every value in a mapping, and of every string in a list of strings."""
-    if isinstance(value, Mapping) and value:
-        for key, inner in value.items():
-            yield from _flatten(f"{name}.{key}" if name else str(key), inner)
-    elif isinstance(value, list) and value and all(isinstance(part, str) for part in value):
-        names = [name, *[""] * (len(value) - 1)]
-        yield from zip(names, value, strict=True)
-    else:
-        yield name, _format_cell(value, name)
+def _is_list_of_texts(value: Any) -> bool:
+    return isinstance(value, list) and value != [] and all(isinstance(x, str) for x in value)
 
 
 def _format_cell(value: Any, name: str = "") -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from trainkit.files import flatten_table
 from trainkit.run.status import describe_status
 from trainkit.tools.report.axes import limit_text, make_axes
 from trainkit.tools.report.curves import list_evaluations, list_series, mark_bad_steps
@@ -20,7 +21,6 @@ from trainkit.tools.report.heatmaps import describe_experts, describe_layers
 from trainkit.tools.report.read import RunFiles
 from trainkit.tools.report.summary import (
     describe_layout,
-    flatten_config,
     list_facts,
     summarize,
 )
@@ -55,7 +55,7 @@ def describe_run(run: RunFiles) -> dict[str, Any]:
         notes.append("metrics.jsonl: no line has a time or seconds; there is no axis of time")
     buckets = make_buckets(len(axes.lines), limit=_MOST_BUCKETS)
     positions = {"step": axes.steps, "tokens": axes.tokens, "time": axes.seconds}
-    config = flatten_config(run.config)
+    config = flatten_table(run.config)
     described: dict[str, Any] = {
         "name": limit_text(run.path.name),
         "path": limit_text(str(run.path)),

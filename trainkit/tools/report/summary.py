@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
 import attrs
 import numpy as np
 
+from trainkit.files import flatten_table
 from trainkit.run.sinks.timing import measure_goodput
 from trainkit.tools.pictures.mesh import mesh_places
 from trainkit.tools.report.axes import get_numbers, limit_text, to_number
@@ -117,20 +118,6 @@ def list_facts(run: RunFiles) -> list[list[str]]:
     return [[label, value] for label, value in facts.items()]
 
 
-def flatten_config(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of a nested configuration with names that are joined by dots.
-
-    Examples:
-        >>> list(flatten_config({"lr": 0.1, "logging": {"sinks": []}}))
-        [('lr', 0.1), ('logging.sinks', [])]
-    """
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            yield from flatten_config(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
 def describe_layout(run: RunFiles, notes: list[str]) -> dict[str, Any] | None:
     """Return the ranks of a run as rows of cells `[text, width, shade]`; None for one rank.
 
@@ -155,7 +142,7 @@ def describe_layout(run: RunFiles, notes: list[str]) -> dict[str, Any] | None:
 
 def _make_layout(run: RunFiles, ranks: int) -> Layout:
     # What the run has measured is newer than what its flags wanted.
-    given = {name.rpartition(".")[2]: value for name, value in flatten_config(run.config)}
+    given = {name.rpartition(".")[2]: value for name, value in flatten_table(run.config)}
     for event in run.events:
         if event["event"] == "host" and isinstance(event.get("layout"), dict):
             given |= event["layout"]

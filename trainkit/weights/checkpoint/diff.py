@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from trainkit.files import flatten_table
 from trainkit.weights.checkpoint.component_trees import list_states
 from trainkit.weights.checkpoint.export import split_into_row_boxes
 from trainkit.weights.checkpoint.manifest import check_not_deleted
@@ -103,18 +103,6 @@ def diff_checkpoints(a: Path | str, b: Path | str, *, values: bool = False) -> d
     return report
 
 
-def _flatten(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested tables with their dotted paths; a list is one value."""
-    pending = [("", value)]  # no recursion: a file may be nested deeper than Python's stack allows
-    while pending:
-        name, value = pending.pop()
-        if isinstance(value, Mapping) and value:
-            for key, item in value.items():
-                pending.append((f"{name}.{key}" if name else str(key), item))
-        else:
-            yield name, value
-
-
 def diff_tables(a: Any, b: Any) -> dict[str, list[Any]]:
     """Return {path: [in a, in b]} of the values that differ; None for one that is absent.
 
@@ -122,8 +110,8 @@ def diff_tables(a: Any, b: Any) -> dict[str, list[Any]]:
         >>> diff_tables({"x": {"y": 1}, "z": 2}, {"x": {"y": 3}, "z": 2})
         {'x.y': [1, 3]}
     """
-    left = dict(_flatten(a))
-    right = dict(_flatten(b))
+    left = dict(flatten_table(a))
+    right = dict(flatten_table(b))
     unequal = (
         (name, [left.get(name), right.get(name)])
         for name in sorted(left.keys() | right.keys())
