@@ -53,18 +53,19 @@ ROOMS = [*CORE, *chain.from_iterable(WINGS.values()), "__main__"]
 REACHED = {
     # Of the library, where nothing else is said. What is read is tokens of code: lines can be made
     # few by packing more into each.
-    "tokens": 451_977,
-    "tokens of the core": 151_561,
-    "tokens a line": 8.557,
-    "calls that unpack keywords": 53,
+    "tokens": 461_709,
+    "tokens of the core": 156_059,
+    "tokens a line": 8.57,
+    "calls that unpack keywords": 54,
     "calls that unpack keywords in recipes": 0,
-    "calls that unpack keywords in tests": 62,
+    "calls that unpack keywords in tests": 66,
     "pieces of messages": 5,
-    "private functions used once": 655,
+    "private functions used once": 664,
     "words of the dialect": 25,
-    "lines of code per comment": 12.023,
-    "public names": 622,
-    "longest chain of imports": 14,
+    "lines of code per comment": 12.073,
+    "public names": 632,
+    # Corpora are read through a bucket's cache of blocks.
+    "longest chain of imports": 17,
     "share of code that refuses": 0.1,
     "shared text of recipes": 0.477,
 }

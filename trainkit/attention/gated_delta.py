@@ -123,7 +123,7 @@ def gated_delta_with_states(
     with torch.autocast(v.device.type, enabled=False):
         chunks = make_chunks(q, k, v, log_decay=log_decay, beta=beta, scale=scale, layout=layout)
         if initial is None:
-            initial = chunks.added.new_zeros(len(spans.lengths), *chunks.added.shape[1:])
+            initial = chunks.offset.new_zeros(len(spans.lengths), *chunks.offset.shape[1:])
         before, after = scan_chunks(chunks, initial, layout)
         return read_states(chunks, before, layout).view_as(v).to(v.dtype), after
 
@@ -289,12 +289,12 @@ def lay_out_chunks(spans: Spans, size: int) -> ChunkLayout:
 class Chunks(NamedTuple):
     """What the recurrence needs of N chunks, for H heads.
 
-    A chunk maps the state S before it to `kept @ S + added`, and its tokens read `reads @ S +
+    A chunk maps the state S before it to `factor @ S + offset`, and its tokens read `reads @ S +
     local`.
     """
 
-    kept: Tensor  # [N, H, D, D]
-    added: Tensor  # [N, H, D, E]
+    factor: Tensor  # [N, H, D, D]
+    offset: Tensor  # [N, H, D, E]
     reads: Tensor  # [N, H, C, D]
     local: Tensor  # [N, H, C, E]
 
@@ -358,8 +358,8 @@ def make_chunks(
     to_state = (to_end * k_).mT
     eye = torch.eye(k.shape[3], dtype=dtype, device=k.device)
     return Chunks(
-        kept=since_start[:, :, -1:] * eye - to_state @ erased,
-        added=to_state @ written,
+        factor=since_start[:, :, -1:] * eye - to_state @ erased,
+        offset=to_state @ written,
         reads=since_start * q_ - weights @ erased,
         local=weights @ written,
     )
@@ -383,7 +383,7 @@ def scan_chunks(chunks: Chunks, initial: Tensor, layout: ChunkLayout) -> tuple[T
         >>> before.flatten().tolist(), after.item()
         ([1.0, 1.5], 1.75)
     """
-    before, after = _Scan.apply(chunks.kept, chunks.added, initial[layout.order], layout.counts)
+    before, after = _Scan.apply(chunks.factor, chunks.offset, initial[layout.order], layout.counts)
     return before, after[layout.order.argsort()]
 
 
@@ -414,22 +414,22 @@ def _split(x: Tensor, layout: ChunkLayout) -> Tensor:
 
 
 class _Scan(torch.autograd.Function):
-    """S -> kept @ S + added over the chunks of documents, the longest first."""
+    """S -> factor @ S + offset over the chunks of documents, the longest first."""
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, kept: Tensor, added: Tensor, initial: Tensor, counts: tuple[int, ...]
+        ctx: Any, factor: Tensor, offset: Tensor, initial: Tensor, counts: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
-        before = torch.empty_like(added)
+        before = torch.empty_like(offset)
         after = initial.clone()
         start = 0
         for count in counts:
             chunks = slice(start, start + count)
             state = after[:count]
             before[chunks] = state
-            after[:count] = added[chunks] + kept[chunks] @ state
+            after[:count] = offset[chunks] + factor[chunks] @ state
             start += count
-        ctx.save_for_backward(kept, before)
+        ctx.save_for_backward(factor, before)
         ctx.counts = counts
         return before, after
 
@@ -438,14 +438,14 @@ class _Scan(torch.autograd.Function):
     def backward(  # pyrefly: ignore[bad-override]
         ctx: Any, d_before: Tensor, d_after: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, None]:
-        kept, before = ctx.saved_tensors
-        with torch.autocast(kept.device.type, enabled=False):
+        factor, before = ctx.saved_tensors
+        with torch.autocast(factor.device.type, enabled=False):
             d_state = d_after.clone()
-            d_added = torch.empty_like(before)
+            d_offset = torch.empty_like(before)
             end = len(before)
             for count in reversed(ctx.counts):
                 chunks = slice(end - count, end)
-                d_added[chunks] = d_state[:count]
-                d_state[:count] = d_before[chunks] + kept[chunks].mT @ d_state[:count]
+                d_offset[chunks] = d_state[:count]
+                d_state[:count] = d_before[chunks] + factor[chunks].mT @ d_state[:count]
                 end -= count
-            return d_added @ before.mT, d_added, d_state, None
+            return d_offset @ before.mT, d_offset, d_state, None

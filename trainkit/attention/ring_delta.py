@@ -98,13 +98,13 @@ def _ring_gated_delta(
         chunks = make_chunks(q, k, v, log_decay=log_decay, beta=beta, scale=scale, layout=layout)
         # The matrices of a part: of all its chunks from the identity, and from zeros.
         documents, heads, size = len(spans.lengths), v.shape[2], k.shape[3]
-        zeros = chunks.added.new_zeros(2 * documents, *chunks.added.shape[1:])
+        zeros = chunks.offset.new_zeros(2 * documents, *chunks.offset.shape[1:])
         eye = torch.eye(size, dtype=zeros.dtype, device=zeros.device)
         eye = eye.expand(2 * documents, heads, size, size)
-        nothing = torch.zeros_like(chunks.kept)
-        kept = scan_chunks(chunks._replace(added=nothing), eye, layout)[1]
-        added = scan_chunks(chunks, zeros, layout)[1]
-        initial = _Chain.apply(_by_half(kept), _by_half(added), axis)
+        nothing = torch.zeros_like(chunks.factor)
+        factor = scan_chunks(chunks._replace(offset=nothing), eye, layout)[1]
+        offset = scan_chunks(chunks, zeros, layout)[1]
+        initial = _Chain.apply(_by_half(factor), _by_half(offset), axis)
         before, _ = scan_chunks(chunks, initial.transpose(0, 1).flatten(0, 1), layout)
         return read_states(chunks, before, layout).view_as(v).to(v.dtype)
 
@@ -166,22 +166,22 @@ class _Chain(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, kept: Tensor, added: Tensor, axis: Axis
+        ctx: Any, factor: Tensor, offset: Tensor, axis: Axis
     ) -> Tensor:
         is_last = axis.index == axis.count - 1
-        initial = torch.zeros_like(added)
+        initial = torch.zeros_like(offset)
         # The first half of a document goes up the ranks, the second down again.
         if axis.index > 0:
             _receive(initial[0], axis, axis.index - 1)
-        after = added[0] + kept[0] @ initial[0]
+        after = offset[0] + factor[0] @ initial[0]
         if is_last:
             initial[1] = after
         else:
             _send(after, axis, axis.index + 1)
             _receive(initial[1], axis, axis.index + 1)
         if axis.index > 0:
-            _send(added[1] + kept[1] @ initial[1], axis, axis.index - 1)
-        ctx.save_for_backward(kept, initial)
+            _send(offset[1] + factor[1] @ initial[1], axis, axis.index - 1)
+        ctx.save_for_backward(factor, initial)
         ctx.axis = axis
         return initial
 
@@ -190,20 +190,20 @@ class _Chain(torch.autograd.Function):
     def backward(  # pyrefly: ignore[bad-override]
         ctx: Any, d_initial: Tensor
     ) -> tuple[Tensor, Tensor, None]:
-        kept, initial = ctx.saved_tensors
+        factor, initial = ctx.saved_tensors
         axis = ctx.axis
-        with torch.autocast(kept.device.type, enabled=False):
+        with torch.autocast(factor.device.type, enabled=False):
             d_after = torch.zeros_like(initial)
             if axis.index > 0:
                 _receive(d_after[1], axis, axis.index - 1)
-            d_before = d_initial[1] + kept[1].mT @ d_after[1]
+            d_before = d_initial[1] + factor[1].mT @ d_after[1]
             if axis.index == axis.count - 1:
                 d_after[0] = d_before
             else:
                 _send(d_before, axis, axis.index + 1)
                 _receive(d_after[0], axis, axis.index + 1)
             if axis.index > 0:
-                _send(d_initial[0] + kept[0].mT @ d_after[0], axis, axis.index - 1)
+                _send(d_initial[0] + factor[0].mT @ d_after[0], axis, axis.index - 1)
             return d_after @ initial.mT, d_after, None
 
 

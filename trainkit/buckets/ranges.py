@@ -137,8 +137,9 @@ class RemoteObject:
             try:
                 data = get_range(store, self.key, block * BLOCK, size, etag=self.etag)
             except FileNotFoundError:
-                url = f"{self.url}/{self.key}"
-                raise DataError(f"read_range: {url} was deleted", where=url) from None
+                raise DataError(
+                    f"read_range: {self.url}/{self.key} was deleted", where=f"{self.url}/{self.key}"
+                ) from None
             # Nobody else writes this file, as its name is that of the lock.
             new = home / "blocks" / f"new-{number}"
             _add_block(home, path, data, new)

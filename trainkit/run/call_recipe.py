@@ -15,7 +15,7 @@ from trainkit.run.sinks.jsonl import read_metrics
 from trainkit.types import CheckpointError, ConfigError, DataError, NumericsError, PreemptedError
 from trainkit.weights.checkpoint.bucket_runs import find_run_folder
 
-# The next start would end the same way; or it was asked to stop, and nothing was saved.
+# The next start would end the same way; or a stop was requested, and nothing was saved.
 _NOT_AGAIN = {
     error.code for error in (ConfigError, DataError, CheckpointError, NumericsError, PreemptedError)
 }

@@ -253,8 +253,9 @@ def _write_layers(
 
         def write(kind: str, found: LayerStatistics) -> None:
             if append is not None:
-                facts = attrs.asdict(found, recurse=False)
-                append("layers", step=instruments.step, kind=kind, **facts)
+                append(
+                    "layers", step=instruments.step, kind=kind, **attrs.asdict(found, recurse=False)
+                )
 
         every = instruments.options.layers_every
         yield stack.enter_context(

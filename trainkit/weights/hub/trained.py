@@ -216,7 +216,7 @@ def _read_run(path: Path, name: str | None, context: int | None, *, log: Log) ->
 
 
 def find_tokenizer_name(facts: Mapping[str, Any]) -> str | None:
-    """Return the name of a run's tokenizer for `open_tokenizer`, None if its facts do not tell.
+    """Return the name of a run's tokenizer for `open_tokenizer`, None if its facts have none.
 
     A script without flags records no name, but a hash, by which the tokenizer of bytes is known.
 
