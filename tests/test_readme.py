@@ -56,6 +56,6 @@ def test_the_rows_of_its_comparison_stand_on_the_page_that_explains_them():
     script = load_script(ROOT / "docs" / "pictures" / "certificate.py")
     reported = [script.ONE_GPU, *script.REPORTED.values()]
     least, most = min(row[1] for row in reported), max(row[1] for row in reported)
-    assert f"a new model in {len(reported)} layouts" in SENTENCES
+    assert f"of a new model in {len(reported)} layouts" in SENTENCES
     assert f"reports losses of {least:.2f} to {most:.2f} after ten steps" in SENTENCES
     assert "initial values differ too" in SENTENCES
