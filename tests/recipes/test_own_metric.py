@@ -46,7 +46,7 @@ USED = """\
 RESUME = "    state = run.resume(\n"
 STEP = "            state, metrics = train_step(state, batch)\n"
 CONFIG = "        request=cfg.resume,\n        config=cfg,\n"
-SAVED = "        components={'ids': tk.checkpoint.Component(ids, per_rank=True)},\\n"
+SAVED = "        components={'ids': tk.checkpoint.Component(ids, per_rank=True)},\n"
 
 
 def write_recipe(folder):

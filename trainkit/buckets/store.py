@@ -1,8 +1,8 @@
 """Objects in a bucket: put, get, list and delete, with errors that say what to do.
 
 Through obstore, because it puts at a fraction of the processor time of s3fs, is imported in a
-twentieth of the time, and runs without an event loop or the interpreter's lock (figures in
-docs/howto/store-in-a-bucket.md).
+twentieth of the time, and runs without an event loop or the interpreter's lock (figures on the page
+"Store runs and corpora in a bucket").
 """
 
 from __future__ import annotations
