@@ -355,6 +355,7 @@ class Mlflow:
         self.MlflowException = RuntimeError
         self.MlflowClient = lambda: self
         self.experiments, self.runs = set(), {}
+        self.requests = []
 
     def get_tracking_uri(self):
         return "http://127.0.0.1:5000"
@@ -386,6 +387,8 @@ class Mlflow:
 
     def log_batch(self, run_id, *, metrics=(), params=()):
         run = self.runs[run_id]
+        self.requests.append({step for _, _, step in metrics})
+        assert len(metrics) <= 1000, "the library would send them in several requests"
         assert not run.data.params.keys() & dict(params), "a parameter is written once"
         run.data.params.update(params)
         for name, value, step in metrics:
@@ -420,6 +423,16 @@ def test_a_run_that_is_killed_and_goes_on_is_one_run_of_mlflow(tmp_path, mlflow)
     assert losses == list(range(1, 19))
     assert (18, "eval/acc_none", 0.5) in run.rows
     assert run.statuses == ["RUNNING", "FINISHED"] * 5
+
+
+def test_the_metrics_of_a_step_reach_mlflow_in_one_request(tmp_path, mlflow):
+    """A kill between two requests would leave a part of a step, which would be sent again."""
+    with open_mlflow(tmp_path) as sink:
+        for step in range(1, 100):
+            sink(step, {f"metric {i}": float(i) for i in range(30)})
+    steps = [step for request in mlflow.requests for step in request]
+    assert sorted(steps) == list(range(1, 100))
+    assert len(mlflow.runs["0"].rows) == 99 * 31
 
 
 def test_two_directories_of_one_name_are_two_runs_of_mlflow(tmp_path, mlflow):

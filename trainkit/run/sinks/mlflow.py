@@ -17,6 +17,7 @@ from trainkit.types import ConfigError, Sink, needs_extra
 from trainkit.weights.checkpoint.run_id import get_run_id
 
 _SECONDS = 1.0  # between two requests
+_MOST_METRICS = 1000  # of a request; MLflow's client sends more in several
 _MOST_CHARACTERS = 6000  # of a parameter, as MLflow's servers take it
 
 
@@ -73,16 +74,25 @@ def open_mlflow(
     waiting: list[Any] = []
     sent = time.monotonic()
 
-    def send(step: int, numbers: Mapping[str, Any]) -> None:
+    def flush() -> None:
         nonlocal sent
+        metrics = waiting.copy()
+        waiting.clear()  # before: what the server refuses is not sent again
+        client.log_batch(run_id, metrics=metrics)
+        sent = time.monotonic()
+
+    def send(step: int, numbers: Mapping[str, Any]) -> None:
         now = int(time.time() * 1000)
-        for name, value in {**numbers, "step": step}.items():
-            waiting.append(library.entities.Metric(_fit_name(name), value, now, step))
+        metrics = [
+            library.entities.Metric(_fit_name(name), value, now, step)
+            for name, value in {**numbers, "step": step}.items()
+        ]
+        # A step is in one request: of a run that is killed the server has all of it, or nothing.
+        if len(waiting) + len(metrics) > _MOST_METRICS:
+            flush()
+        waiting.extend(metrics)
         if time.monotonic() - sent >= _SECONDS:
-            metrics = waiting.copy()
-            waiting.clear()  # before: what the server refuses is not sent again
-            client.log_batch(run_id, metrics=metrics)
-            sent = time.monotonic()
+            flush()
 
     status = "FAILED"
     try:
@@ -90,7 +100,7 @@ def open_mlflow(
         status = "FINISHED"
     finally:
         try:
-            client.log_batch(run_id, metrics=waiting)
+            flush()
         finally:
             client.set_terminated(run_id, status)
 
