@@ -250,7 +250,8 @@ def main():
         if COMPARES:
             compare_clients(folder)
             return 0
-        server = subprocess.Popen([sys.executable, "-c", SINK, name, str(port)])
+        # It stands for another machine, and takes what the training leaves of this one.
+        server = subprocess.Popen(["nice", "-n", "19", sys.executable, "-c", SINK, name, str(port)])
         try:
             time.sleep(2)
             store = open_store("s3://bucket/folder")
