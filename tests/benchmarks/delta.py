@@ -1,11 +1,12 @@
 """Time of the gated delta rule: over its recurrence, over attention, over length, around a ring.
 
-Run `OMP_NUM_THREADS=1 python tests/benchmarks/delta.py` (about a minute). One core, fp32, forward
+Run `OMP_NUM_THREADS=1 python tests/benchmarks/delta.py` (three minutes). One core, fp32, forward
 and backward, 8 heads of 64. Each ratio is the median of ratios of neighbouring turns. The bounds
 stand beside the figures.
 """
 
 import statistics
+import sys
 import time
 
 import numpy as np
@@ -59,11 +60,12 @@ def seconds(function, tensors):
 
 
 def compare(name, new, old, bound, *, turns=TURNS):
-    """Print the median ratio of two (function, inputs), timed in turns."""
+    """Print the median ratio of two (function, inputs), timed in turns; return if it is met."""
     pairs = [(seconds(*new), seconds(*old)) for _ in range(turns + 1)][1:]
     ratio = statistics.median(a / b for a, b in pairs)
     times = [1e3 * statistics.median(column) for column in zip(*pairs, strict=True)]
     print(f"{name:44} {times[0]:8.1f} ms / {times[1]:9.1f} ms = {ratio:6.3f}  (at most {bound})")
+    return ratio <= bound
 
 
 def measure_ring(ranks):
@@ -80,21 +82,23 @@ def measure_ring(ranks):
 
 
 def main():
+    """Print the figures; return 1 if a bound is missed."""
     torch.manual_seed(0)
+    torch.set_num_threads(1)
     short, long = make_inputs(4096), make_inputs(16384)
-    compare(
-        "chunks over the recurrence, 4,096 tokens",
-        (chunked, short),
-        (recurrence, short),
-        0.15,
-        turns=2,
-    )
-    compare("chunks over sdpa, 4,096 tokens", (chunked, short), (attention, short), 1)
-    compare("chunks over sdpa, 16,384 tokens", (chunked, long), (attention, long), 1, turns=2)
-    compare("16,384 tokens over 4,096", (chunked, long), (chunked, short), 4.4)
+    new = chunked, short
+    met = [
+        compare(
+            "chunks over the recurrence, 4,096 tokens", new, (recurrence, short), 0.15, turns=2
+        ),
+        compare("chunks over sdpa, 4,096 tokens", new, (attention, short), 1),
+        compare("chunks over sdpa, 16,384 tokens", (chunked, long), (attention, long), 1, turns=2),
+        compare("16,384 tokens over 4,096", (chunked, long), new, 4.4),
+    ]
     ratios = run_ranks(measure_ring, 2, 2, timeout=600)
     print(f"{'a rank of two in a ring over one':44} {max(ratios):33.3f}  (at most 0.6)")
+    return int(not all(met) or max(ratios) > 0.6)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
