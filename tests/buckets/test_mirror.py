@@ -1,6 +1,7 @@
 """A run directory in a bucket: whole or not there, and what fails is said and tried again."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -189,7 +190,8 @@ def test_a_stop_shortens_the_wait_at_the_end(run):
     with open_mirror(folder, store, get_patience=lambda: next(waits), log=messages.append) as it:
         it.begin()
     assert [*waits] == []
-    assert f"{store.url} does not have step_00000001; they are in" in messages[-1]
+    # A server that is slow may lack small files as well.
+    assert re.search(f"{store.url} does not have step_00000001[^;]*; they are in", messages[-1])
 
 
 def test_what_fails_is_said_once_and_tried_again_while_training_goes_on(run):

@@ -12,7 +12,7 @@ import io
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -110,10 +110,15 @@ class RemoteObject:
         return self.folder / f"{block:08d}"
 
     def _read_block(self, block: int, first: int, last: int) -> bytes:
+        data = self._read_cached(block, first, last)
+        return self._fetch(block)[first:last] if data is None else data
+
+    def _read_cached(self, block: int, first: int, last: int) -> bytes | None:
+        """Return bytes of a block; None if it is not in the cache, or no longer."""
         try:
             handle = os.open(self._path(block), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:  # removed meanwhile
-            return self._fetch(block)[first:last]
+        except FileNotFoundError:
+            return None
         try:
             os.utime(handle)  # what was used least recently is removed first
             data = os.pread(handle, last - first, first)
@@ -122,7 +127,7 @@ class RemoteObject:
         if len(data) == last - first:
             return data
         self._path(block).unlink(missing_ok=True)  # cut, as by a disk that was full
-        return self._fetch(block)[first:last]
+        return None
 
     def _fetch(self, block: int) -> bytes:
         """Return a block after caching it, unless another process has done that meanwhile."""
@@ -131,8 +136,9 @@ class RemoteObject:
         home = cache_home()
         number = int(hashlib.sha256(str(path).encode()).hexdigest(), 16) % _LOCKS
         with convert_disk_errors(path, by="read_range"), _lock(home / "locks" / f"{number}"):
-            if path.exists():
-                return self._read_block(block, 0, size)
+            cached = self._read_cached(block, 0, size)
+            if cached is not None:
+                return cached
             store = _open_store(self.url, os.getpid())
             try:
                 data = get_range(store, self.key, block * BLOCK, size, etag=self.etag)
@@ -176,7 +182,11 @@ def _add_block(home: Path, path: Path, data: bytes, new: Path) -> None:
 
 def _remove_blocks(folder: Path, keep: int) -> int:
     """Remove what was used least recently until at most `keep` bytes are left; return the bytes."""
-    blocks = [(x.stat().st_mtime_ns, x.stat().st_size, x) for x in folder.glob("*/*")]
+    blocks = []
+    for path in folder.glob("*/*"):
+        with suppress(FileNotFoundError):  # one that was cut has been removed
+            stat = path.stat()
+            blocks.append((stat.st_mtime_ns, stat.st_size, path))
     used = sum(size for _, size, _ in blocks)
     for _, size, path in sorted(blocks):
         if used <= keep:
