@@ -12,7 +12,8 @@ from trainkit.types import ConfigError, DataError
 
 
 @pytest.mark.parametrize("steps", [1, 2, 300])
-def test_a_picture_is_drawn_from_what_a_killed_run_left(tmp_path, steps):
+def test_a_picture_is_drawn_from_what_a_killed_run_left(tmp_path, monkeypatch, steps):
+    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)  # torchmetrics imports it
     with sinks.open_jsonl(tmp_path / "metrics.jsonl") as sink:
         for step in range(1, steps + 1):
             sink(step, {"loss": math.nan if step == 2 else 5 / step, "lr": 1e-3})
