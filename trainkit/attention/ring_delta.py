@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainkit.attention.causal_conv import causal_conv, last_inputs
@@ -96,14 +96,12 @@ def _ring_gated_delta(
     layout = lay_out_chunks(_halve(spans, "ring_gated_delta"), chunk)
     with torch.autocast(v.device.type, enabled=False):
         chunks = make_chunks(q, k, v, log_decay=log_decay, beta=beta, scale=scale, layout=layout)
-        # The matrices of a part: of all its chunks from the identity, and from zeros.
-        documents, heads, size = len(spans.lengths), v.shape[2], k.shape[3]
-        zeros = chunks.offset.new_zeros(2 * documents, *chunks.offset.shape[1:])
-        eye = torch.eye(size, dtype=zeros.dtype, device=zeros.device)
-        eye = eye.expand(2 * documents, heads, size, size)
-        nothing = torch.zeros_like(chunks.factor)
-        factor = scan_chunks(chunks._replace(offset=nothing), eye, layout)[1]
-        offset = scan_chunks(chunks, zeros, layout)[1]
+        # One scan gives both matrices of a part: what becomes of the identity, and of zeros.
+        sizes = [k.shape[3], v.shape[3]]
+        columns = chunks._replace(offset=nn.functional.pad(chunks.offset, (sizes[0], 0)))
+        eye = torch.eye(sizes[0], sum(sizes), dtype=chunks.offset.dtype, device=q.device)
+        eye = eye.expand(2 * len(spans.lengths), v.shape[2], *eye.shape)
+        factor, offset = scan_chunks(columns, eye, layout)[1].split(sizes, dim=3)
         initial = _Chain.apply(_by_half(factor), _by_half(offset), axis)
         before, _ = scan_chunks(chunks, initial.transpose(0, 1).flatten(0, 1), layout)
         return read_states(chunks, before, layout).view_as(v).to(v.dtype)
