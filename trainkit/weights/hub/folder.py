@@ -40,7 +40,13 @@ from trainkit.weights.hub.links import (
     make_links,
     map_weights,
 )
-from trainkit.weights.hub.quantized import SCALES, dequantize_weights, find_scales
+from trainkit.weights.hub.quantized import (
+    SCALES,
+    dequantize_weights,
+    find_packed,
+    find_scales,
+    unpack_weights,
+)
 from trainkit.weights.hub.resize import resize_weights
 
 CONFIG = "config.json"
@@ -331,7 +337,7 @@ def open_folder_weights(
     `build_stages(..., weights=open_folder_weights(open_folder(path), axis=ps.world))` fills the
     shards of every rank from it, in any layout; a rank reads only its own shards. The folder must
     be complete, with the shapes of its `config.json`, in floating point. Matrices in fp8 with a
-    scale for each block are dequantized to fp32.
+    scale for each block are dequantized to fp32, those in MXFP4 to bf16.
 
     Args:
         folder: The folder.
@@ -458,11 +464,22 @@ def _check_folder(
     # Filled by `check`, which returns nothing: what it returned would travel to the other ranks.
     tensors: dict[str, Stored] = {}
     scales: dict[str, Stored] = {}
+    packed: dict[str, Stored] = {}
 
     def check() -> None:
         all_tensors = add_model_prefix(_describe_files(folder.path), folder.family, folder.config)
+        problems: list[str] = []
+        if (folder.values.get("quantization_config") or {}).get("quant_method") == "mxfp4":
+            unpacked = find_packed(all_tensors, get_foreign_shapes(links))
+            all_tensors, parts, problems = unpacked
+            packed.update(parts)
         used, used_scales = _select_tensors(
-            folder, links, all_tensors, allow_missing=allow_missing, allow_extra=allow_extra
+            folder,
+            links,
+            all_tensors,
+            problems=problems,
+            allow_missing=allow_missing,
+            allow_extra=allow_extra,
         )
         tensors.update(used)
         scales.update(used_scales)
@@ -476,7 +493,10 @@ def _check_folder(
     # One of ours may be made of several of theirs: it is incomplete without any of them.
     absent = {link.ours.name for link in links if link.theirs.name not in tensors}
     # Their tensors, dequantized, then the map to ours: each wraps the one before, box by box.
-    read: Weights = make_weights_reader(tensors | {name + SCALES: x for name, x in scales.items()})
+    scale_tensors = {name + SCALES: x for name, x in scales.items()}
+    read: Weights = make_weights_reader(tensors | scale_tensors | packed)
+    if packed:
+        read = unpack_weights(read, [name for name in tensors if f"{name}_blocks" in packed])
     if scales:
         read = dequantize_weights(read, [*scales], folder.values["quantization_config"][_BLOCK])
     return map_weights(read, links, get_decoder_shapes(folder.config)), absent
@@ -487,6 +507,7 @@ def _select_tensors(
     links: Sequence[Link],
     tensors: Mapping[str, Stored],
     *,
+    problems: Sequence[str],
     allow_missing: Sequence[str],
     allow_extra: Sequence[str],
 ) -> tuple[dict[str, Stored], dict[str, Stored]]:
@@ -494,9 +515,10 @@ def _select_tensors(
     expected = get_foreign_shapes(links)
     quantization = folder.values.get("quantization_config")
     scales: dict[str, Stored] = {}
-    problems: list[str] = []
-    if quantization:
-        scales, problems = find_scales(tensors, [*expected], quantization[_BLOCK])
+    problems = [*problems]
+    if quantization and _BLOCK in quantization:
+        scales, scale_problems = find_scales(tensors, [*expected], quantization[_BLOCK])
+        problems += scale_problems
     scale_names = {name + SCALES for name in scales}
     problems += find_folder_problems(
         {name: x for name, x in tensors.items() if name not in scale_names},

@@ -1,7 +1,12 @@
-"""Read folders whose matrices are in fp8 with a scale for each block.
+"""Read folders whose matrices are in fp8 or MXFP4 with a scale for each block.
 
 DeepSeek-AI, "DeepSeek-V3" (2024), section 3.3: a matrix `X.weight` in e4m3 is multiplied, block by
 block (usually of 128 x 128), by the elements of `X.weight_scale_inv`.
+
+Open Compute Project, "OCP microscaling formats (MX) specification" (2023), as in gpt-oss: the
+matrices of experts `X`, `[E, in, out]`, are `X_blocks`, uint8 `[E, out, in / 32, 16]` with two
+numbers of 4 bits (e2m1) in a byte, the first in its low bits; each block of 32 has a power of 2 in
+`X_scales`, uint8 `[E, out, in / 32]`, the exponent plus 127.
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import torch
 
 from trainkit.weights.hub.ropes import short_repr
@@ -27,6 +33,9 @@ SCALES = "_scale_inv"
 _FP8 = "float8_e4m3fn"
 # None stands for a missing key.
 _SUPPORTED = {"quant_method": ("fp8",), "fmt": (None, "e4m3"), "expert_dtype": (None, "fp8")}
+_MX_BLOCK = 32
+_MX_PARTS = ("_blocks", "_scales")
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def find_quantization_problem(value: Any) -> str | None:
@@ -35,9 +44,11 @@ def find_quantization_problem(value: Any) -> str | None:
     Examples:
         >>> find_quantization_problem({"quant_method": "fp8", "weight_block_size": [128, 128]})
         >>> find_quantization_problem({"quant_method": "gptq"})
-        "quantization_config: quant_method is 'gptq'; only fp8 in blocks is supported"
+        "quantization_config: quant_method is 'gptq'; only fp8 in blocks and mxfp4 are supported"
     """
     table = value if isinstance(value, Mapping) else {}
+    if table.get("quant_method") == "mxfp4":
+        return None
     wrong = [key for key, allowed in _SUPPORTED.items() if table.get(key) not in allowed]
     block = table.get("weight_block_size")
     # A wrong form becomes a size of 0, which is an error below.
@@ -48,7 +59,7 @@ def find_quantization_problem(value: Any) -> str | None:
         return None
     return (
         f"quantization_config: {wrong[0]} is {short_repr(table.get(wrong[0]))}; only fp8 in blocks "
-        "is supported"
+        "and mxfp4 are supported"
     )
 
 
@@ -139,5 +150,91 @@ def dequantize_weights(weights: Weights, names: Sequence[str], block: Sequence[i
             start = (first[0] + i) * block[0] - offset[0]
             values[max(start, 0) : start + block[0]] *= scales
         return values
+
+    return read
+
+
+# ------------------------------------------------------------------------------------------- MXFP4
+
+
+def find_packed(
+    tensors: Mapping[str, Stored], shapes: Mapping[str, Sequence[int]]
+) -> tuple[dict[str, Stored], dict[str, Stored], list[str]]:
+    """Return the tensors of a folder as they are unpacked, those of packed ones, and the problems.
+
+    Args:
+        tensors: The tensors of a folder.
+        shapes: The shapes of the tensors of its model.
+
+    Returns:
+        The tensors with those in MXFP4 under their own names, in bf16, and without their parts;
+        the parts; a message for each tensor whose parts do not fit it.
+
+    Examples:
+        >>> from trainkit.weights.checkpoint.tensor_files import Stored
+        >>> sizes = {"x_blocks": (2, 3, 2, 16), "x_scales": (2, 3, 2)}
+        >>> tensors = {name: Stored("uint8", shape, ()) for name, shape in sizes.items()}
+        >>> unpacked, parts, problems = find_packed(tensors, {"x": (2, 64, 3)})
+        >>> unpacked["x"].dtype, unpacked["x"].shape, [*parts], problems
+        ('bfloat16', (2, 64, 3), ['x_blocks', 'x_scales'], [])
+    """
+    parts: dict[str, Stored] = {}
+    unpacked = dict(tensors)
+    problems: list[str] = []
+    for name, shape in shapes.items():
+        own = {name + part: tensors[name + part] for part in _MX_PARTS if name + part in tensors}
+        if name in tensors or not own:
+            continue
+        blocks = (*shape[:-2], shape[-1], shape[-2] // _MX_BLOCK) if len(shape) > 1 else ()
+        wanted = dict(
+            zip((name + part for part in _MX_PARTS), ((*blocks, 16), blocks), strict=True)
+        )
+        found = {x: stored.shape for x, stored in own.items() if stored.dtype == "uint8"}
+        if found != wanted or shape[-2] % _MX_BLOCK:
+            problems.append(
+                f"{name} of shape {list(shape)} in MXFP4 must be "
+                + " and ".join(f"{x}, uint8 {list(size)}" for x, size in wanted.items())
+                + f", and its columns whole blocks of {_MX_BLOCK}; there are "
+                + " and ".join(f"{x}, {y.dtype} {list(y.shape)}" for x, y in own.items())
+            )
+        unpacked = {x: stored for x, stored in unpacked.items() if x not in own}
+        unpacked[name] = attrs.evolve(
+            next(iter(own.values())), dtype="bfloat16", shape=tuple(shape)
+        )
+        parts |= own
+    return unpacked, parts, problems
+
+
+def unpack_weights(weights: Weights, names: Sequence[str]) -> Weights:
+    """Return a `Weights` function with some matrices unpacked from MXFP4, exactly, in bf16.
+
+    Args:
+        weights: Reads the parts of the matrices, and all other tensors.
+        names: The matrices in MXFP4.
+
+    Examples:
+        >>> stored = {"x_blocks": torch.full((1, 1, 16), 0x92), "x_scales": torch.tensor([[128]])}
+        >>> unpacked = unpack_weights(lambda name, shape, offset: stored[name].byte(), ["x"])
+        >>> unpacked("x", (3, 1), (0, 0)).flatten()
+        tensor([ 2., -1.,  2.], dtype=torch.bfloat16)
+    """
+    packed = {*names}
+
+    def read(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        if name not in packed:
+            return weights(name, shape, offset)
+        # Ours has the input last but one, the file has it last, in blocks.
+        first = offset[-2] // _MX_BLOCK
+        count = -(-(offset[-2] + shape[-2]) // _MX_BLOCK) - first
+        box = (*shape[:-2], shape[-1], count)
+        start = (*offset[:-2], offset[-1], first)
+        codes = weights(name + _MX_PARTS[0], (*box, 16), (*start, 0))
+        exponents = weights(name + _MX_PARTS[1], box, start).int() - 127
+        values = torch.tensor((*_E2M1, *(-x for x in _E2M1)), device="cpu")
+        pairs = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+        numbers = torch.ldexp(values[pairs.long()], exponents.unsqueeze(-1)).bfloat16()
+        skipped = offset[-2] - first * _MX_BLOCK
+        rows = numbers.flatten(-2).narrow(-1, skipped, shape[-2])
+        return rows.transpose(-1, -2).contiguous()
 
     return read
