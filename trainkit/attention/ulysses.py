@@ -60,6 +60,7 @@ def _attend(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     attend: Attend,
     axis: Axis,
 ) -> Tensor:
@@ -71,6 +72,7 @@ def _attend(
         scale=scale,
         window=window,
         softcap=softcap,
+        sinks=sinks,
         parts=axis.count,
     )
     _check_heads(q, k, axis)
@@ -88,7 +90,9 @@ def _attend(
         features.unflatten(2, (-1, x.shape[3]))
         for features, x in zip(local, (q, k, v), strict=True)
     )
-    out = attend(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap)
+    if sinks is not None:
+        sinks = sinks.chunk(axis.count)[axis.index]
+    out = attend(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap, sinks=sinks)
     # Back to this rank's tokens, with all heads.
     return all_to_all(out, axis, split_dim=1, gather_dim=2)
 
