@@ -20,7 +20,7 @@ from trainkit.models.decoder_sizes import pad_vocab_size
 from trainkit.parallel.materialize import attach_shapes
 from trainkit.parallel.name_patterns import match_any
 from trainkit.parallel.parameters import COPY_SUFFIX, get_local_box
-from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights
+from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights, log_warning
 from trainkit.weights.checkpoint.boxes import FLOATS, get_parameter_name, shorten
 from trainkit.weights.checkpoint.bucket_runs import fetch_model
 from trainkit.weights.checkpoint.manifest import MANIFEST
@@ -329,8 +329,8 @@ def open_folder_weights(
 
     `build_stages(..., weights=open_folder_weights(open_folder(path), axis=ps.world))` fills the
     shards of every rank from it, in any layout; a rank reads only its own shards. The folder must
-    be complete, with the shapes of its `config.json`, in floating point. Matrices in fp8 with a
-    scale for each block are dequantized to fp32.
+    be complete, with the shapes of its `config.json`, in floating point. Matrices that are
+    quantized, by one of `quantized.METHODS`, are dequantized to fp32.
 
     Args:
         folder: The folder.
@@ -349,7 +349,8 @@ def open_folder_weights(
             missing, extra, of another shape or not in floating point are named.
 
     Effects:
-        Reads the headers of the files; communicates on `axis`.
+        Reads the headers of the files; communicates on `axis`; one rank warns that what was
+        quantized is stored dequantized (`log_warning`).
 
     Examples:
         >>> import json, tempfile
@@ -471,6 +472,12 @@ def _check_folder(
         # Reads the embedding and the head completely, so one rank does it for all.
         if axis.index == 0 and folder.config.tied and names <= all_tensors.keys():
             _check_tied(folder, all_tensors)
+        if axis.index == 0 and quantized:
+            log_warning(
+                f"{folder.path}: {len(quantized)} quantized tensors are read dequantized, and a "
+                "model that starts from them is stored unquantized; "
+                "`python -m trainkit export RUN FOLDER --dtype bfloat16` writes it in bf16"
+            )
 
     run_on_all_ranks(check, axis)
     # One of ours may be made of several of theirs: it is incomplete without any of them.

@@ -7,6 +7,7 @@ if it had the matrices in place of these tensors.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,16 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 
+FP8_BLOCK = 128
+NVFP4_BLOCK = 16
+"""The rows and columns that share a scale in fp8, and the columns in nvfp4."""
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The values of the codes 0 to 7 in e2m1; 8 to 15 are their negatives."""
+
 _FP8 = "float8_e4m3fn"
+_ROWS = 256  # that are multiplied by their scales at a time
+_ACTIVATION_SCALES = ("input_scale", "input_global_scale", "output_scale", "k_scale", "v_scale")
 
 
 @attrs.frozen(eq=False)
@@ -68,7 +78,7 @@ def find_quantization_problem(value: Any) -> str | None:
     Examples:
         >>> find_quantization_problem({"quant_method": "fp8", "weight_block_size": [128, 128]})
         >>> find_quantization_problem({"quant_method": "gptq"})
-        "quantization_config: quant_method is 'gptq'; only fp8 in blocks is supported"
+        "quantization_config: quant_method is 'gptq'; only fp8 in blocks, and fp8 and nvfp4 of ..."
     """
     table = value if isinstance(value, Mapping) else {}
     method = METHODS.get(str(table.get("quant_method")))
@@ -156,11 +166,12 @@ def _find_fp8_problem(table: Mapping[str, Any]) -> str | None:
     for key, allowed in supported.items():
         if table.get(key) not in allowed:
             return key
-    block = table.get("weight_block_size")
-    # A wrong form becomes a size of 0, which is an error.
-    sizes = block if isinstance(block, list) and len(block) == 2 else [0]
-    is_wrong = any(type(size) is not int or size < 1 for size in sizes)
-    return "weight_block_size" if is_wrong else None
+    return None if _is_block(table.get("weight_block_size")) else "weight_block_size"
+
+
+def _is_block(value: Any) -> bool:
+    sizes = value if isinstance(value, list) and len(value) == 2 else [0]
+    return all(type(size) is int and size > 0 for size in sizes)
 
 
 def _find_fp8(
@@ -172,7 +183,11 @@ def _find_fp8(
 
 
 def find_blocks(
-    tensors: Mapping[str, Stored], name: str, scales_name: str, block: Sequence[int]
+    tensors: Mapping[str, Stored],
+    name: str,
+    scales_name: str,
+    block: Sequence[int],
+    ignored: tuple[str, ...] = (),
 ) -> QuantizedTensor | str:
     """Return a matrix in fp8 with a scale for each block, or a message if its scales do not fit.
 
@@ -181,47 +196,48 @@ def find_blocks(
         name: The name of the matrix.
         scales_name: The name of its scales, which multiply it.
         block: The rows and columns of a block.
+        ignored: As in `QuantizedTensor`.
     """
     full_shape = tensors[name].shape
     # Rounded up: the last block along a side may be smaller.
-    grid_shape = [-(-size // side) for size, side in zip(full_shape, block, strict=False)]
-    scales = tensors.get(scales_name)
-    if (
-        scales is None
-        or [*scales.shape] != grid_shape
-        or len(full_shape) != 2
-        or not getattr(torch, scales.dtype).is_floating_point
-    ):
+    grid_shape = tuple(-(-size // side) for size, side in zip(full_shape, block, strict=False))
+    if len(full_shape) != 2 or not _is_float(tensors, scales_name, grid_shape):
         return (
-            f"{name} is in fp8, but there is no {scales_name} of shape {grid_shape} in floating "
+            f"{name} is in fp8, but there is no {scales_name} of shape {[*grid_shape]} in floating "
             "point"
         )
 
     def read(weights: Weights, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
         values = weights(name, shape, offset).float()  # fp8 has no arithmetic of its own
-        return multiply_blocks(values, weights, scales_name, offset=offset, block=block)
+        read_scales = functools.partial(weights, scales_name)
+        return multiply_blocks(values, read_scales, offset=offset, block=block)
 
-    return QuantizedTensor(full_shape, (name, scales_name), read)
+    return QuantizedTensor(full_shape, (name, scales_name), read, ignored)
 
 
 def multiply_blocks(
     values: Tensor,
-    weights: Weights,
-    scales_name: str,
+    read_scales: Callable[[Sequence[int], Sequence[int]], Tensor],
     *,
     offset: Sequence[int],
     block: Sequence[int],
 ) -> Tensor:
     """Multiply a box of a matrix, in place, by the scales of the blocks of the full matrix.
 
-    Only the scales of blocks that the box touches are read, a few bytes for each.
+    Only the scales of blocks that the box touches are read.
 
     Args:
         values: The box, `[R, C]` in fp32.
-        weights: Reads the scales.
-        scales_name: Their name.
+        read_scales: `read_scales(shape, offset)` reads a box of the scales, one for each block.
         offset: The offset of the box in the full matrix.
         block: The rows and columns of a block.
+
+    Examples:
+        >>> from trainkit.parallel.materialize import narrow_to_box
+        >>> scales = torch.tensor([[2.0], [5.0]])
+        >>> read = lambda shape, offset: narrow_to_box(scales, shape, offset)
+        >>> multiply_blocks(torch.ones(2, 1), read, offset=(1, 0), block=(2, 2)).tolist()
+        [[2.0], [5.0]]
     """
     if not values.numel():
         return values
@@ -229,20 +245,189 @@ def multiply_blocks(
     first = [start // side for start, _, side in sides]
     ends = [-(-(start + size) // side) for start, size, side in sides]
     counts = [end - start for start, end in zip(first, ends, strict=True)]
-    grid = weights(scales_name, counts, first).float()
-    # The column of `grid` for each column of the box, which may start inside a block.
-    indices = torch.arange(offset[1], offset[1] + values.shape[1])
-    columns = indices // block[1] - first[1]
-    for i, scales in enumerate(grid[:, columns]):
-        # The block's first row, seen from the box: negative where the box begins inside the block.
-        start = (first[0] + i) * block[0] - offset[0]
-        values[max(start, 0) : start + block[0]] *= scales
+    grid = read_scales(counts, first).float()
+    # The block of each row and column of the box, which may start inside a block.
+    rows, columns = (
+        torch.arange(start, start + size) // side - start // side for start, size, side in sides
+    )
+    # Some rows at a time: a scale for each element would take as much memory as the box.
+    for part, blocks in zip(values.split(_ROWS), rows.split(_ROWS), strict=True):
+        part.mul_(grid[blocks][:, columns])
     return values
+
+
+# ------------------------------------------------------------- compressed-tensors and modelopt
+# What vLLM's llm-compressor and NVIDIA's Model Optimizer write. In nvfp4 two codes of four bits are
+# in a byte, the first in the lower half; each 16 of a row have a scale in e4m3, and the matrix one
+# in fp32, which compressed-tensors divides by and modelopt multiplies with. In fp8 a matrix, its
+# rows or its blocks have a scale.
+
+
+def unpack_e2m1(codes: Tensor) -> Tensor:
+    """Return the values of codes in e2m1, fp32 `[..., 2 C]` for uint8 `[..., C]`.
+
+    Args:
+        codes: Two codes in a byte, the first in the lower half.
+
+    Examples:
+        >>> unpack_e2m1(torch.tensor([0x21, 0xF7], dtype=torch.uint8))
+        tensor([ 0.5000,  1.0000,  6.0000, -6.0000])
+    """
+    values = torch.tensor([*E2M1, *(-x for x in E2M1)], device=codes.device)
+    # The upper of four bits is the sign. int32 is the least that can be an index.
+    halves = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+    return values[halves.int()]
+
+
+def _find_compressed_problem(table: Mapping[str, Any]) -> str | None:
+    if table.get("format") not in ("float-quantized", "nvfp4-pack-quantized", "mixed-precision"):
+        return "format"
+    if table.get("quantization_status") not in (None, "compressed"):
+        return "quantization_status"
+    # Rotations of the weights: the stored numbers stand for others.
+    if table.get("transform_config") not in (None, {}, {"config_groups": {}}):
+        return "transform_config"
+    sparsity = table.get("sparsity_config")
+    if sparsity and _get_entry(sparsity, "format") != "dense":
+        return "sparsity_config"
+    groups = _list_weights(table)
+    is_known = groups and all(
+        _get_entry(x, "type") == "float"
+        and _get_entry(x, "num_bits") in (4, 8)
+        and (_get_entry(x, "block_structure") is None or _is_block(x["block_structure"]))
+        for x in groups
+    )
+    return None if is_known else "config_groups"
+
+
+def _list_weights(table: Mapping[str, Any]) -> list[Any]:
+    groups = table.get("config_groups")
+    return (
+        [_get_entry(x, "weights") for x in groups.values()] if isinstance(groups, Mapping) else []
+    )
+
+
+def _get_entry(value: Any, key: str) -> Any:
+    """Return an entry of what should be a table; None if it is none."""
+    return value.get(key) if isinstance(value, Mapping) else None
+
+
+def _find_compressed(
+    tensors: Mapping[str, Stored], name: str, shape: Shape, table: Mapping[str, Any]
+) -> QuantizedTensor | str | None:
+    if f"{name}_packed" in tensors:
+        codes = f"{name}_packed"
+        return _find_nvfp4(tensors, codes, name, shape, f"{name}_global_scale", is_divisor=True)
+    blocks = [group.get("block_structure") for group in _list_weights(table)]
+    return _find_scaled_fp8(tensors, name, next(filter(None, blocks), [FP8_BLOCK, FP8_BLOCK]))
+
+
+def _find_modelopt_problem(table: Mapping[str, Any]) -> str | None:
+    return None if table.get("quant_algo") in ("NVFP4", "FP8") else "quant_algo"
+
+
+def _find_modelopt(
+    tensors: Mapping[str, Stored], name: str, shape: Shape, _: Mapping[str, Any]
+) -> QuantizedTensor | str | None:
+    if name in tensors and tensors[name].dtype == "uint8":
+        return _find_nvfp4(tensors, name, name, shape, f"{name}_scale_2", is_divisor=False)
+    return _find_scaled_fp8(tensors, name, [FP8_BLOCK, FP8_BLOCK])
+
+
+def _find_scaled_fp8(
+    tensors: Mapping[str, Stored], name: str, block: Sequence[int]
+) -> QuantizedTensor | str | None:
+    if name not in tensors or tensors[name].dtype != _FP8:
+        return None
+    scales_name = f"{name}_scale"
+    full_shape = tensors[name].shape
+    ignored = _find_ignored(tensors, name)
+    if scales_name in tensors and len(full_shape) == 2:
+        scales_shape = tensors[scales_name].shape
+        if scales_shape in ((), (1,)) and _is_float(tensors, scales_name, scales_shape):
+
+            def read(weights: Weights, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+                scale = weights(scales_name, scales_shape, (0,) * len(scales_shape))
+                return weights(name, shape, offset).float() * scale.float()
+
+            return QuantizedTensor(full_shape, (name, scales_name), read, ignored)
+        if scales_shape == (full_shape[0], 1):
+            block = [1, full_shape[1]]
+    return find_blocks(tensors, name, scales_name, block, ignored)
+
+
+def _find_nvfp4(
+    tensors: Mapping[str, Stored],
+    codes_name: str,
+    name: str,
+    full_shape: Shape,
+    level_name: str,
+    *,
+    is_divisor: bool,
+) -> QuantizedTensor | str:
+    """Return a matrix in nvfp4, whose level is the factor of all scales, or its inverse."""
+    scales_name = f"{name}_scale"
+    codes, scales = (tensors.get(each) for each in (codes_name, scales_name))
+    level_shape = tensors[level_name].shape if level_name in tensors else (0,)
+    columns = full_shape[-1]
+    if (
+        codes is None
+        or scales is None
+        or len(full_shape) != 2
+        or columns % NVFP4_BLOCK
+        or (codes.dtype, codes.shape) != ("uint8", (full_shape[0], columns // 2))
+        or (scales.dtype, scales.shape) != (_FP8, (full_shape[0], columns // NVFP4_BLOCK))
+        or level_shape not in ((), (1,))
+        or not _is_float(tensors, level_name, level_shape)
+    ):
+        return (
+            f"{name} of shape {[*full_shape]} is in four bits, but there are no {codes_name} in "
+            f"uint8 with half as many columns, {scales_name} in e4m3 with a sixteenth, and one "
+            f"number {level_name}"
+        )
+
+    def read(weights: Weights, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        level = weights(level_name, level_shape, (0,) * len(level_shape)).float()
+
+        def read_scales(counts: Sequence[int], first: Sequence[int]) -> Tensor:
+            block_scales = weights(scales_name, counts, first).float()
+            return block_scales / level if is_divisor else block_scales * level
+
+        # Whole bytes, of which the first and the last may have a column that is not in the box.
+        start, end = offset[1], offset[1] + shape[1]
+        bytes_box = (shape[0], -(-end // 2) - start // 2)
+        values = unpack_e2m1(weights(codes_name, bytes_box, (offset[0], start // 2)))
+        values = values[:, start % 2 : start % 2 + shape[1]]
+        return multiply_blocks(values, read_scales, offset=offset, block=(1, NVFP4_BLOCK))
+
+    return QuantizedTensor(
+        full_shape, (codes_name, scales_name, level_name), read, _find_ignored(tensors, name)
+    )
+
+
+def _find_ignored(tensors: Mapping[str, Stored], name: str) -> tuple[str, ...]:
+    """Return the scales of a layer's inputs, and of its keys and values in a cache."""
+    layer = name.rpartition(".")[0]
+    names = (f"{layer}.{each}" for each in _ACTIVATION_SCALES)
+    return tuple(each for each in names if each in tensors)
+
+
+def _is_float(tensors: Mapping[str, Stored], name: str, shape: Shape) -> bool:
+    stored = tensors.get(name)
+    return (
+        stored is not None
+        and stored.shape == shape
+        and getattr(torch, stored.dtype).is_floating_point
+    )
 
 
 METHODS: Mapping[str, QuantizationMethod] = {
     "fp8": QuantizationMethod(_find_fp8_problem, _find_fp8),
+    "compressed-tensors": QuantizationMethod(_find_compressed_problem, _find_compressed),
+    "modelopt": QuantizationMethod(_find_modelopt_problem, _find_modelopt),
 }
 """The supported methods, by the `quant_method` of a `quantization_config`."""
 
-_SUPPORTED = "only fp8 in blocks is supported"
+_SUPPORTED = (
+    "only fp8 in blocks, and fp8 and nvfp4 of compressed-tensors and of modelopt, are supported"
+)
