@@ -65,6 +65,8 @@ class YarnScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float = 1.0
+    truncate: bool = True
+    """Whether the ends of the ramp are rounded to whole pairs; not in gpt-oss."""
 
     def __attrs_post_init__(self) -> None:
         is_valid = 1 <= self.factor < math.inf and 1 <= self.original_length < math.inf
@@ -390,6 +392,16 @@ class Experts:
     )
     """The largest relative noise on a router's input in training; see `add_jitter`."""
 
+    bias: bool = False
+    """Whether the router and the matrices of experts have biases (gpt-oss)."""
+
+    clamp: float | None = attrs.field(default=None, validator=optional(_POSITIVE))
+    """The bound c of the inner values of experts (gpt-oss): with g = min(gate, c) and u = up in
+    [-c, c], their product is (u + 1) * g * sigmoid(sigmoid_scale * g). None for a SwiGLU."""
+
+    sigmoid_scale: float = attrs.field(default=1.702, validator=_POSITIVE)
+    """The factor inside of the sigmoid where there is a `clamp`; 1.702 approximates GELU."""
+
     def __attrs_post_init__(self) -> None:
         try:
             # `sigmoid_topk` raises the same as a ValueError; a config is the user's input.
@@ -472,6 +484,8 @@ class DecoderConfig:
         logit_softcap: The same for logits.
         embedding_scale: The factor of embeddings, rounded to their dtype (Gemma).
         delta: The layers with the gated delta rule in place of attention (Qwen3-Next).
+        attention_sinks: Whether each head has a learned logit in the denominator of its softmax
+            (gpt-oss); see `attention.add_sink`.
 
     Raises:
         ValueError: A value is out of its range; the message names it.
@@ -510,6 +524,7 @@ class DecoderConfig:
     logit_softcap: float | None = None
     embedding_scale: float | None = None
     delta: Delta | None = None
+    attention_sinks: bool = False
 
     def __attrs_post_init__(self) -> None:
         for field in ("vocab_size", "width", "layers", "heads", "kv_heads", "mlp_width"):
@@ -521,7 +536,15 @@ class DecoderConfig:
             # `wkv` projects a latent to the keys and values of every query head.
             self._require("kv_heads", "heads, with latents", ok=self.kv_heads == self.heads)
             # These describe heads that are projected directly from the residual stream.
-            for field in ("head_dim", "qk_norm", "qkv_bias", "out_bias", "rotary_dim", "positions"):
+            for field in (
+                "head_dim",
+                "qk_norm",
+                "qkv_bias",
+                "out_bias",
+                "rotary_dim",
+                "positions",
+                "attention_sinks",
+            ):
                 self._require(field, "left out, with latents", ok=not getattr(self, field))
         ok = self.head_dim is None or 1 <= self.head_dim < math.inf
         self._require("head_dim", "a finite number of at least 1", ok=ok)
@@ -679,6 +702,10 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         expert_mlp["mlp.experts.gate"] = (experts.count, experts.width, width)
         expert_mlp["mlp.experts.up"] = (experts.count, experts.width, width)
         expert_mlp["mlp.experts.down"] = (experts.count, width, experts.width)
+        if experts.bias:
+            expert_mlp["mlp.router.logit_bias"] = (experts.count,)
+            for name in ("gate", "up", "down"):
+                expert_mlp[f"mlp.experts.{name}_bias"] = expert_mlp[f"mlp.experts.{name}"][:2]
         if experts.shared:
             expert_mlp |= _mlp_shapes("mlp.shared", width, experts.shared, FeedForward())
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, width)}
@@ -713,6 +740,8 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {f"w{x}.bias": shapes[f"w{x}.weight"][:1] for x in "qkv"}
     if config.out_bias:
         shapes["wo.bias"] = (width,)
+    if config.attention_sinks:
+        shapes["sinks"] = (config.heads,)
     if config.qk_norm:
         # A norm per head has one weight for all heads, a wide one a weight for each element.
         is_wide = config.qk_norm == "wide"
@@ -822,4 +851,6 @@ def idle_parameters(config: DecoderConfig) -> int:
     if experts is None:
         return 0
     # A SwiGLU has three matrices: gate, up and down.
-    return (experts.count - experts.top_k) * 3 * config.width * experts.width
+    matrices = 3 * config.width * experts.width
+    biases = 2 * experts.width + config.width if experts.bias else 0
+    return (experts.count - experts.top_k) * (matrices + biases)

@@ -248,6 +248,8 @@ def _get_decoder_styles(module: nn.Module) -> Mapping[str, str]:
     styles = {**styles, "positions": "partial_sliced"}
     if module.config.qk_norm == "wide":
         styles["layers.*.attention.[qk]_norm"] = "wide_norm"
+    if module.config.attention_sinks:
+        styles["layers.*.attention"] = "gather_heads"
     return styles
 
 
@@ -311,8 +313,10 @@ def _check_module(
         )
     for key in style.shard_dims:
         _check_is_parameter(module, key, name, pattern=pattern)
-    # Attention needs whole heads: their number must divide, not only the number of rows.
+    # Attention needs whole heads: their number must divide, not only the number of rows. Attention
+    # itself has an element for each head.
     size = _head_size(module) or _head_size(modules.get(name.rpartition(".")[0]))
+    size = None if "sinks" in style.shard_dims else size
     for key, parameter in module.named_parameters(recurse=False):
         dim = style.shard_dims.get(key)
         if dim is None:
