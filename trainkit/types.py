@@ -1143,7 +1143,8 @@ class Attend(Protocol):
 
     q is `[B,S,H,D]`, k `[B,S,K,D]` and v `[B,S,K,E]`, where K divides H. With a `window` a query
     sees only keys that are fewer tokens before it than that, itself among them; with a `softcap` c
-    a score s becomes c * tanh(s / c).
+    a score s becomes c * tanh(s / c). `sinks` `[H]` are one more logit for each head, whose value
+    is zero; a model without them does not pass them.
     """
 
     def __call__(
@@ -1156,6 +1157,7 @@ class Attend(Protocol):
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor: ...
 
 

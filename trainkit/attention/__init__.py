@@ -19,10 +19,12 @@ from trainkit.attention.gated_delta import gated_delta, step_gated_delta
 from trainkit.attention.ring import ring
 from trainkit.attention.ring_delta import ring_causal_conv, ring_gated_delta
 from trainkit.attention.sdpa import sdpa
+from trainkit.attention.sinks import add_sink
 from trainkit.attention.ulysses import ulysses
 from trainkit.attention.varlen import varlen
 
 __all__ = [
+    "add_sink",
     "attend_delta",
     "causal_conv",
     "choose_kernel",

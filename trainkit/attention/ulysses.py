@@ -61,6 +61,7 @@ def _attend(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     attend: Attend,
     axis: Axis,
 ) -> Tensor:
@@ -72,11 +73,14 @@ def _attend(
         scale=scale,
         window=window,
         softcap=softcap,
+        sinks=sinks,
         parts=axis.count,
     )
     check_heads(q, k, axis)
     q, k, v = exchange_heads((q, repeat_heads(k, axis), repeat_heads(v, axis)), axis)
-    out = attend(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap)
+    if sinks is not None:
+        sinks = sinks.chunk(axis.count)[axis.index]
+    out = attend(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap, sinks=sinks)
     # Back to this rank's tokens, with all heads.
     return all_to_all(out, axis, split_dim=1, gather_dim=2)
 

@@ -15,6 +15,7 @@ from trainkit.attention.attend_delta import join_kernels, prepare_heads
 from trainkit.attention.causal_conv import causal_conv, last_inputs
 from trainkit.attention.gated_delta import gated_delta_with_states, step_gated_delta
 from trainkit.attention.inputs import match_dtypes
+from trainkit.attention.sinks import add_sink
 from trainkit.attention.varlen import varlen
 from trainkit.types import Attend, AttendDelta, Convolutions, Spans
 
@@ -105,6 +106,7 @@ def _attend(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     if torch.compiler.is_compiling():  # it writes to tensors that are no inputs of a graph
         return torch.compiler.disable(_attend)(
@@ -117,6 +119,7 @@ def _attend(
             scale=scale,
             window=window,
             softcap=softcap,
+            sinks=sinks,
         )
     q, k, v = match_dtypes(q, k, v)
     # Prompts, concatenated in one row: they attend to themselves, as in training.
@@ -130,7 +133,9 @@ def _attend(
                 tensors[layer] = x.new_zeros(shape)
             # Tokens without a slot, at the end of the batch, are row padding.
             tensors[layer][cache.rows, :, cache.slots] = x[0, : len(cache.slots)]
-        return varlen(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap)
+        return varlen(
+            q, k, v, spans=spans, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
     # One new token for each row of text; they stand side by side in the batch's one row.
     keys = cache.keys[layer]
     values = cache.values[layer]
@@ -148,7 +153,8 @@ def _attend(
     keys = keys.narrow(2, start, count)
     values = values.narrow(2, start, count)
     queries = q.reshape(rows, heads, -1, size)  # the query heads of a group as queries of one head
-    out = attend_slots(queries, keys, values, seen=seen, scale=scale, softcap=softcap)
+    sinks = None if sinks is None else sinks.view(heads, -1)
+    out = attend_slots(queries, keys, values, seen=seen, scale=scale, softcap=softcap, sinks=sinks)
     out = out.reshape(1, rows, -1, out.shape[-1])
     return nn.functional.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
 
@@ -214,6 +220,7 @@ def attend_slots(
     seen: Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return attention of few queries to all slots, without a causal mask.
 
@@ -224,6 +231,7 @@ def attend_slots(
         seen: bool `[R, 1, 1, T]`; None for all.
         scale: The factor of scores; 1 / sqrt(D) by default.
         softcap: Scores s become softcap * tanh(s / softcap).
+        sinks: `[K, G]`, one more logit for each query head; see `attention.add_sink`.
 
     Returns:
         `[R, K, G, E]`.
@@ -233,8 +241,9 @@ def attend_slots(
         >>> torch.equal(attend_slots(q, k, v), v)
         True
     """
-    # SDPA has no soft cap, and no fused kernel on a CPU for values of another size than keys.
-    if softcap is None and k.shape[-1] == v.shape[-1]:
+    # SDPA has no soft cap and no sinks, and no fused kernel on a CPU for values whose size is not
+    # that of keys.
+    if softcap is None and sinks is None and k.shape[-1] == v.shape[-1]:
         attention = nn.functional.scaled_dot_product_attention
         return attention(q, k, v, attn_mask=seen, scale=scale)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -243,4 +252,8 @@ def attend_slots(
         scores = softcap * torch.tanh(scores / softcap)
     if seen is not None:
         scores = scores.masked_fill(~seen, -torch.inf)
-    return scores.softmax(-1) @ v
+    out = scores.softmax(-1) @ v
+    if sinks is None:
+        return out
+    dtype = torch.promote_types(scores.dtype, torch.float32)
+    return add_sink(out, scores.to(dtype).logsumexp(-1), sinks)[0].to(out.dtype)
