@@ -693,7 +693,9 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         for half in ("attention", "mlp"):
             block |= _norm_shapes(f"{half}_{name}", width, config)
     attention = _attention_shapes(config)
-    delta = {} if config.delta is None else _delta_shapes(config, config.delta)
+    delta: dict[str, tuple[int, ...]] = {}
+    if config.delta is not None:
+        delta = _delta_shapes(config, config.delta)
     mlp = _mlp_shapes("mlp", width, config.mlp_width, config.feed_forward_config)
     expert_mlp: dict[str, tuple[int, ...]] = {}
     if experts is not None:
