@@ -1190,6 +1190,32 @@ class CausalConv(Protocol):
     ) -> Tensor: ...
 
 
+Convolutions: TypeAlias = "tuple[Tensor, Tensor, Tensor]"
+"""The kernels of a delta layer's convolutions of queries, keys and values: `[K,D,W]`, `[K,D,W]` and
+`[H,E,W]`.
+"""
+
+
+class AttendDelta(Protocol):
+    """What a delta layer computes from its projections, inside each span: `[B,S,H,E]`.
+
+    q and k are `[B,S,K,D]` and v is `[B,S,H,E]`, before their convolutions; `log_decay` and `beta`
+    are `[B,S,H]`.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        convolutions: Convolutions,
+        log_decay: Tensor,
+        beta: Tensor,
+        spans: Spans,
+    ) -> Tensor: ...
+
+
 Denominator: TypeAlias = "Tensor | Mapping[str, Tensor]"
 """The denominator of a step's sums: one 0-d tensor, or one for each term of the loss."""
 

@@ -1,4 +1,7 @@
-"""The keys and values of earlier tokens, so that a new token costs one row of work."""
+"""The keys and values of earlier tokens, so that a new token costs one row of work.
+
+A delta layer has a state of one size instead, however many tokens there were.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,13 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from trainkit.attention.attend_delta import join_kernels, prepare_heads
+from trainkit.attention.causal_conv import causal_conv, last_inputs
+from trainkit.attention.gated_delta import gated_delta_with_states, step_gated_delta
 from trainkit.attention.inputs import match_dtypes
 from trainkit.attention.sinks import add_sink
 from trainkit.attention.varlen import varlen
-from trainkit.types import Attend, Spans
+from trainkit.types import Attend, AttendDelta, Convolutions, Spans
 
 
 @attrs.frozen(eq=False)
@@ -30,6 +36,9 @@ class KVCache:
         length: The number of slots of a row, L.
         keys: By the name of the layer, `[R, K, L, D]`.
         values: By the name of the layer, `[R, K, L, E]`.
+        states: By the name of the layer, the state of a delta layer `[R, H, D, E]`.
+        halos: By the name of the layer, what the convolution of a delta layer reads before the next
+            token, `[R, W - 1, C]`.
         end: The number of slots in use after the tokens of this batch.
         rows: int64 `[T]`, the row of each token in a batch of prompts; None for a batch of the R
             newest tokens, which go to slot end - 1.
@@ -59,10 +68,16 @@ class KVCache:
     seen: Tensor | None = None
     keys: dict[str, Tensor] = attrs.field(factory=dict)
     values: dict[str, Tensor] = attrs.field(factory=dict)
+    states: dict[str, Tensor] = attrs.field(factory=dict)
+    halos: dict[str, Tensor] = attrs.field(factory=dict)
 
     def attend(self, layer: str) -> Attend:
         """Return the attention of a layer: inside prompts, or from the newest tokens to all."""
         return partial(_attend, self, layer)
+
+    def attend_delta(self, layer: str) -> AttendDelta:
+        """Return what a delta layer computes: inside prompts, or the newest tokens' step."""
+        return partial(_attend_delta, self, layer)
 
     def select_rows(self, rows: Tensor) -> KVCache:
         """Return a cache of some of the rows.
@@ -71,9 +86,9 @@ class KVCache:
             rows: int64, their indices.
 
         Effects:
-            Drops the other rows from `keys` and `values`, which both caches share.
+            Drops the other rows from the tensors of layers, which both caches share.
         """
-        for tensors in (self.keys, self.values):
+        for tensors in (self.keys, self.values, self.states, self.halos):
             for layer in tensors:
                 tensors[layer] = tensors[layer].index_select(0, rows)
         seen = None if self.seen is None else self.seen.index_select(0, rows)
@@ -142,6 +157,59 @@ def _attend(
     out = attend_slots(queries, keys, values, seen=seen, scale=scale, softcap=softcap, sinks=sinks)
     out = out.reshape(1, rows, -1, out.shape[-1])
     return nn.functional.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
+
+
+def _attend_delta(
+    cache: KVCache,
+    layer: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    convolutions: Convolutions,
+    log_decay: Tensor,
+    beta: Tensor,
+    spans: Spans,
+) -> Tensor:
+    if torch.compiler.is_compiling():  # it writes to tensors that are no inputs of a graph
+        return torch.compiler.disable(_attend_delta)(
+            cache,
+            layer,
+            q,
+            k,
+            v,
+            convolutions=convolutions,
+            log_decay=log_decay,
+            beta=beta,
+            spans=spans,
+        )
+    x = torch.cat([part.flatten(2) for part in (q, k, v)], dim=2)
+    kernels = join_kernels(convolutions)
+    # Prompts, each a span of the one row; row padding may follow them.
+    if cache.last is not None and cache.slots is not None:
+        rows = len(cache.last)
+        mixed = causal_conv(x, kernels, spans=spans)
+        q, k, v = prepare_heads(mixed, convolutions)
+        out, states = gated_delta_with_states(q, k, v, log_decay=log_decay, beta=beta, spans=spans)
+        cache.states[layer] = states[:rows]
+        cache.halos[layer] = last_inputs(x, spans=spans, count=kernels.shape[1] - 1)[:rows]
+        return out
+    # One new token for each row of text; they stand side by side in the batch's one row.
+    halo = cache.halos[layer]
+    rows = len(halo)
+    inputs = torch.cat([halo, x[0, :rows].unsqueeze(1)], dim=1)  # [R, W, C]
+    cache.halos[layer] = inputs[:, 1:]
+    mixed = (inputs * kernels.T).sum(1)
+    q, k, v = prepare_heads(mixed, convolutions)
+    out, cache.states[layer] = step_gated_delta(
+        q,
+        k,
+        v,
+        log_decay=log_decay[0, :rows],
+        beta=beta[0, :rows],
+        state=cache.states[layer],
+    )
+    return nn.functional.pad(out.unsqueeze(0), (0, 0, 0, 0, 0, x.shape[1] - rows))
 
 
 def attend_slots(

@@ -587,8 +587,10 @@ def _is_hidden(path: str, module: nn.Module) -> bool:
         return False
     class_name = type(module).__name__.lower()
     name = path.lower()
+    if isinstance(module, _NOT_HIDDEN) or "conv" in class_name:
+        return False
     is_router = class_name.endswith(("router", "gate")) or name.endswith("router")
     if isinstance(module, nn.Linear) and name.endswith("gate"):
         # The gate of an MLP has about as many outputs as inputs, that of experts one per expert.
         is_router |= 8 * module.out_features < module.in_features
-    return not is_router and not isinstance(module, _NOT_HIDDEN)
+    return not is_router
