@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainkit.batch.denominators import can_read_values
 from trainkit.models.call import RoutingTape
-from trainkit.models.config import Experts
+from trainkit.models.config import Activation, Experts
 from trainkit.models.dispatch import (
     Combine,
     Dispatch,
@@ -23,13 +23,14 @@ from trainkit.models.dispatch import (
     ep_dispatch,
     ep_dispatch_keys,
 )
-from trainkit.models.layers import Mlp
+from trainkit.models.layers import ACTIVATIONS, Mlp
 from trainkit.models.routers import (
     Routing,
     add_jitter,
     apply_capacity,
+    biased_topk,
     expert_capacity,
-    sigmoid_topk,
+    scale_by_load,
     softmax_topk,
 )
 from trainkit.noise import counters
@@ -231,14 +232,26 @@ def can_group(rows: Tensor, weight: Tensor) -> bool:
 
 
 class ExpertWeights(nn.Module):
-    """The weights of the SwiGLUs of all experts: `gate` and `up` `[E, F, D]`, `down` `[E, D, F]`.
+    """The weights of the MLPs of all experts: `gate` and `up` `[E, F, D]`, `down` `[E, D, F]`.
 
-    They are uninitialized until a `Weights` function fills them.
+    By default an expert is a SwiGLU; one that is not gated has no `gate`. The weights are
+    uninitialized until a `Weights` function fills them.
     """
 
-    def __init__(self, experts: int, width: int, inner: int) -> None:
+    def __init__(
+        self,
+        experts: int,
+        width: int,
+        inner: int,
+        *,
+        gated: bool = True,
+        activation: Activation = "silu",
+    ) -> None:
         super().__init__()
-        self.gate = nn.Parameter(torch.empty(experts, inner, width))
+        self.activation = ACTIVATIONS[activation]
+        self.weight_names = ("gate", "up", "down") if gated else ("up", "down")
+        if gated:
+            self.gate = nn.Parameter(torch.empty(experts, inner, width))
         self.up = nn.Parameter(torch.empty(experts, inner, width))
         self.down = nn.Parameter(torch.empty(experts, width, inner))
 
@@ -250,17 +263,19 @@ class ExpertWeights(nn.Module):
                 CPU, do not sum to the number of rows.
         """
         covers_rows = not can_read_values(counts) or int(counts.sum()) == len(rows)
-        if len(counts) != len(self.gate) or not covers_rows:
+        if len(counts) != len(self.up) or not covers_rows:
             raise ValueError(
-                f"ExpertWeights: counts must be those of the {len(self.gate)} local experts, and "
+                f"ExpertWeights: counts must be those of the {len(self.up)} local experts, and "
                 f"sum to the rows; dispatch returned {len(rows)} rows, and counts for "
                 f"{len(counts)} experts, {counts.tolist()}"
             )
         device_type = rows.device.type
         if torch.is_autocast_enabled(device_type):
             rows = rows.to(torch.get_autocast_dtype(device_type))
-        gate = nn.functional.silu(self.product("gate", rows, counts))
-        return self.product("down", gate * self.product("up", rows, counts), counts)
+        inner = self.activation(self.product(self.weight_names[0], rows, counts))
+        if "gate" in self.weight_names:
+            inner = inner * self.product("up", rows, counts)
+        return self.product("down", inner, counts)
 
     def needs_keys(self) -> bool:
         """Return whether the forward pass takes a noise key for each row; plain weights do not."""
@@ -315,9 +330,10 @@ class Router(nn.Module):
                 indices=indices,
             )
         else:
-            routing = sigmoid_topk(
+            routing = biased_topk(
                 logits,
                 config.top_k,
+                scores=config.scores,
                 bias=self.bias,
                 groups=config.groups,
                 groups_chosen=config.groups_chosen,
@@ -346,8 +362,14 @@ class ExpertMlp(nn.Module):
         self.number = number
         self.balance = balance
         self.router = Router(width, experts)
-        self.experts = ExpertWeights(experts.count, width, experts.width)
-        self.shared = Mlp(width, experts.shared) if experts.shared else None
+        self.experts = ExpertWeights(
+            experts.count,
+            width,
+            experts.width,
+            gated=experts.gated,
+            activation=experts.activation,
+        )
+        self.shared = Mlp(width, experts.shared, experts.shared_mlp) if experts.shared else None
         # `parallel.expert_parallel` replaces these by functions with an axis.
         self.dispatch: Dispatch = ep_dispatch
         self.dispatch_keys: DispatchKeys = ep_dispatch_keys
@@ -379,6 +401,8 @@ class ExpertMlp(nn.Module):
         limited = routing
         if config.capacity:
             limited = apply_capacity(routing, expert_capacity(routing.counts, config.capacity))
+        if config.load_limit:
+            limited = scale_by_load(limited, self.router.load, factor=config.load_limit)
         # The tokens themselves: only the router sees the jitter.
         rows, counts, route = self.dispatch(tokens, limited.indices, limited.counts)
         noise: tuple[Tensor, ...] = ()
@@ -392,6 +416,8 @@ class ExpertMlp(nn.Module):
         # The losses use all choices, dropped ones too: else a full expert would look balanced.
         load = self._compute_load(routing, spans)
         balance = balance_loss_sum(routing, load, experts=config.count)
+        if self.number < config.hash_layers:  # no score changes what a hash has chosen
+            balance = torch.zeros_like(balance)
         z = (logits.logsumexp(-1).square() * mask).sum()  # ST-MoE's router z-loss, summed
         dropped = (routing.counts - limited.counts).sum().to(z.dtype)
         sums = torch.stack([balance, z, dropped])
