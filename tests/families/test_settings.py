@@ -261,7 +261,7 @@ CALLS = {
     "models.apply_capacity": lambda: {"routing": softmax_topk(torch.zeros(3, 4), 1), "capacity": 1},
     "models.make_decoder_config": lambda: {"name": "tiny", "num_ids": 9},
     "models.pad_vocab_size": lambda: {"size": 9},
-    "models.sigmoid_topk": lambda: {"logits": torch.zeros(3, 4), "top_k": 2},
+    "models.biased_topk": lambda: {"logits": torch.zeros(3, 4), "top_k": 2},
     "models.softmax_topk": lambda: {"logits": torch.zeros(3, 4), "top_k": 2},
     "models.upcycle_weights": lambda: {
         "weights": init_weights(dense(), seed=0),

@@ -29,9 +29,11 @@ from trainkit.models.kv_cache import KVCache
 from trainkit.models.latent_attention import LatentAttention
 from trainkit.models.layers import Embedding, Joined, Linear, Mlp, WideNorm, make_norm
 from trainkit.models.rotary import Table, rotary_frequencies, rotary_table, rotate_qk
+from trainkit.models.routers import hash_experts
 from trainkit.noise import counters
 from trainkit.types import (
     Attend,
+    ConfigError,
     Hidden,
     RoutedOutput,
     Spans,
@@ -434,6 +436,12 @@ class Decoder(nn.Module):
             preload_(tape, names, choices)
         own = [name for name in names if name.split(".")[1] in self.layers]
         check_tape(tape, names, self.config.experts, is_token=is_token, own=own)
+        for name in names[: self.config.experts.hash_layers] if self.embeds else ():
+            if name not in tape.choices:
+                experts = self.config.experts
+                tape.choices[name] = hash_experts(
+                    input_ids.flatten(), experts.count, experts.top_k, name=name
+                )
         for block in self.layers.values():
             x = block(
                 x,
@@ -571,6 +579,9 @@ def decoder_stage(model: Decoder, layers: range, *, first: bool, last: bool) -> 
         first: Whether the stage has the embedding.
         last: Whether it has the final norm and the head.
 
+    Raises:
+        ConfigError: A layer of a later stage chooses experts by a hash of the token ids.
+
     Examples:
         >>> config = DecoderConfig(
         ...     vocab_size=259, width=64, layers=4, heads=4, kv_heads=2, mlp_width=128
@@ -580,6 +591,16 @@ def decoder_stage(model: Decoder, layers: range, *, first: bool, last: bool) -> 
         >>> [name for name, _ in stage.named_children()], list(stage.layers)
         (['layers', 'norm', 'head'], ['2', '3'])
     """
+    experts = model.config.experts
+    hashed = model.config.expert_layers[: experts.hash_layers] if experts else []
+    if not first and any(i in layers for i in hashed):
+        raise ConfigError(
+            f"decoder_stage: layers {hashed} choose experts by a hash of the token ids, which only "
+            f"the first pipeline stage has, but layers {[*layers]} are of a later one; use fewer "
+            "stages, or fewer hash_layers",
+            where="hash_layers",
+            got=experts.hash_layers if experts else 0,
+        )
     stage = _copy_without_children(model)
     stage.embeds = first
     if first:

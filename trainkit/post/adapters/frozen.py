@@ -45,9 +45,6 @@ from trainkit.types import Axis, ConfigError, NumericsError, ParallelState, Weig
 SCALES = "_scales"
 """The suffix of a parameter with scales, after the name of its codes."""
 
-EXPERT_WEIGHTS = ("gate", "up", "down")
-"""The names of the weights of `ExpertWeights`."""
-
 Multiply = Callable[[Tensor, Tensor], Tensor]
 """A product x W^T, as `nn.functional.linear`."""
 
@@ -100,7 +97,7 @@ def quantized(form: QuantizationFormat = "nf4", *, modules: str = "layers.*.*.*"
     Args:
         form: "nf4", "int8" or "fp8"; see `quantize`.
         modules: A pattern of names in the whole model (`parallel.name_patterns`), of linear layers
-            ("layers.0.attention.wq") and of experts, all three weights of them
+            ("layers.0.attention.wq") and of experts, all weights of them
             ("layers.0.mlp.experts").
 
     Returns:
@@ -272,7 +269,7 @@ def _quantize_module_(name: str, module: Any, form: QuantizationFormat) -> None:
     quantizations = dict[str, QuantizationSpec]()
     fills = dict[str, Fill]()
     fill = _FillRows(quantizations)  # one for codes and scales, so that it computes them together
-    for key in ("weight",) if is_linear else EXPERT_WEIGHTS:
+    for key in ("weight",) if is_linear else module.weight_names:
         weight = getattr(module, key)
         if hasattr(weight, "placements"):
             raise ConfigError(

@@ -20,7 +20,6 @@ from torch import Tensor
 from trainkit.models.config import DecoderConfig
 from trainkit.parallel.materialize import Fill, attach_shapes, narrow_to_box, shapes_of
 from trainkit.parallel.name_patterns import join_names
-from trainkit.post.adapters.frozen import EXPERT_WEIGHTS
 from trainkit.post.adapters.lowrank import Lora, split_name
 from trainkit.types import CheckpointError, ConfigError, Weights
 from trainkit.weights.checkpoint.boxes import shorten
@@ -136,7 +135,8 @@ class _RowMap:
 def _map_modules(family: Family, config: DecoderConfig) -> dict[str, list[_RowMap]]:
     """Return the rows of ours that are the outputs of each module of PEFT, by its name."""
     modules: dict[str, list[_RowMap]] = {}
-    experts = {f"layers.{i}.mlp.experts.{x}" for i in config.expert_layers for x in EXPERT_WEIGHTS}
+    names = ("gate", "up", "down")
+    experts = {f"layers.{i}.mlp.experts.{x}" for i in config.expert_layers for x in names}
     for link in make_family_links(family, config):
         # Norms and biases have no adapters. Experts follow below, packed.
         if len(link.shape) != 2 or link.ours.name in experts:

@@ -280,6 +280,7 @@ def _estimate_experts(job: Job, layout: Layout) -> _Half:
     k = experts.top_k
     f = experts.width
     shared = experts.shared
+    products = 1 + experts.gated
     item = job.itemsize / tp
     again = job.recompute != "none"
     low = job.itemsize != FP32
@@ -289,13 +290,14 @@ def _estimate_experts(job: Job, layout: Layout) -> _Half:
     scores = experts.count * FP32 / job.itemsize
     is_sharded = layout.ep > 1
     sent = [Result("exchanges", WHOLE, 0, k * d * item)] * is_sharded
-    own = _make_products(item, (d, k * f), (d, k * f), (f, k * d))
-    of_shared = _make_products(item, (d, shared), (d, shared), (shared, d)) if shared else []
+    own = _make_products(item, *[(d, k * f)] * products, (f, k * d))
+    sizes = *[(d, shared)] * products, (shared, d)
+    of_shared = _make_products(item, *sizes) if shared else []
     return _Half(
-        saved=(inputs + k * (2 * d + 4 * f) + 4 * shared) / tp,
+        saved=(inputs + k * (2 * d + 2 * products * f) + 2 * products * shared) / tp,
         # In order: router, dispatch, experts, combine, shared expert.
         results=[*_make_products(item, (d, scores)), *sent, *own, *sent, *of_shared],
-        gradients=(d + d * again + scores + k * max(summed, 2 * f - d)) / tp,
+        gradients=(d + d * again + scores + k * max(summed, products * f - d)) / tp,
         numbers=(2 * experts.count + (8 + 4 * is_sharded) * k + 4 + d * low) / tp,
         choices=2 * k / tp,
     )
