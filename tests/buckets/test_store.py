@@ -86,6 +86,11 @@ def test_a_request_that_fails_is_repeated(bucket, how):
             ConfigError,
             "is in another region.*AWS_REGION",
         ),
+        (
+            (401, error_body("MissingAuthenticationToken")),
+            ConfigError,
+            "no credentials .*AWS_PROFILE.*; for az:// set AZURE_STORAGE_ACCOUNT_NAME",
+        ),
         ((403, error_body("AccessDenied")), ConfigError, "may not use the bucket"),
         ((403, error_body("InvalidAccessKeyId")), ConfigError, "does not accept the credentials"),
         ((500, error_body("InternalError")), DiskError, "cannot be reached.*AWS_ENDPOINT_URL"),
