@@ -482,8 +482,10 @@ _CAUSES = (
     (
         ("169.254.169.254", "NoCredentials", "MissingAuthenticationToken"),
         "there are no credentials for the bucket {bucket}",
-        "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE for a profile of ~/.aws; "
-        "for az:// set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+        (
+            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE for a profile of "
+            "~/.aws; for az:// set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
+        ),
     ),
     (
         _NO_BUCKET,
