@@ -68,12 +68,13 @@ def estimate_block(job: Job, layout: Layout, *, fused_norms: bool, experts: bool
         D + k (2 D + 4 F) + 4 S
 
     the normed input, rows sorted by expert and their outputs, and for each row the activations of
-    an MLP; and 2 E + 8 k + 4 numbers of 4 bytes: logits and scores, choices, their weights, two
-    permutations (over ep also 4 k, two permutations of received rows). In bf16 the router has a
-    separate input in fp32. Recomputation always saves the choices, 2 k of these. Rows are assumed
-    to be balanced over ep. The peak of backward adds the incoming D and the gradients of E, and k D
-    or the gradients of the product as in an MLP, if these are larger, and the output of a repeated
-    forward pass. Tensor parallelism divides all of this, by tokens.
+    an MLP (7 F with a clamp in place of 4 F); and 2 E + 8 k + 4 numbers of 4 bytes: logits and
+    scores, choices, their weights, two permutations (over ep also 4 k, two permutations of received
+    rows). In bf16 the router has a separate input in fp32. Recomputation always saves the choices,
+    2 k of these. Rows are assumed to be balanced over ep. The peak of backward adds the incoming D
+    and the gradients of E, and k D or the gradients of the product as in an MLP, if these are
+    larger, and the output of a repeated forward pass. Tensor parallelism divides all of this, by
+    tokens.
 
     The counting follows Korthikanti et al., "Reducing activation recomputation in large transformer
     models" (2022), section 4, for their block of LayerNorm, GELU and dropout.
@@ -289,12 +290,14 @@ def _estimate_experts(job: Job, layout: Layout) -> _Half:
     summed = d * (1 + low * FP32 / job.itemsize)  # rows are weighted and summed in fp32
     scores = experts.count * FP32 / job.itemsize
     is_sharded = layout.ep > 1
+    # A clamp saves gate and up before and after it, the sigmoid, and the products of two and three.
+    inner = 2 * products * f if experts.clamp is None else 7 * f
     sent = [Result("exchanges", WHOLE, 0, k * d * item)] * is_sharded
     own = _make_products(item, *[(d, k * f)] * products, (f, k * d))
     sizes = *[(d, shared)] * products, (shared, d)
     of_shared = _make_products(item, *sizes) if shared else []
     return _Half(
-        saved=(inputs + k * (2 * d + 2 * products * f) + 2 * products * shared) / tp,
+        saved=(inputs + k * (2 * d + inner) + 2 * products * shared) / tp,
         # In order: router, dispatch, experts, combine, shared expert.
         results=[*_make_products(item, (d, scores)), *sent, *own, *sent, *of_shared],
         gradients=(d + d * again + scores + k * max(summed, products * f - d)) / tp,
