@@ -200,6 +200,7 @@ CALLS = {
     "losses.token_logprobs": hidden,
     "schedules.constant": lambda: {"lr": 0.1, "warmup": 2, "warmup_from": 0.5},
     "schedules.cosine": lambda: {"lr": 0.1, "warmup": 2, "total": 8},
+    "schedules.cosine_restarts": lambda: {"lr": 0.1, "warmup": 2, "total": 8},
     "schedules.is_due": lambda: {"step": 3, "every": 2},
     "schedules.infinite": lambda: {
         "lr": 0.1,
