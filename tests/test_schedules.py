@@ -27,7 +27,6 @@ from trainkit.types import ConfigError
 DECAYING = {
     "linear": linear,
     "cosine": cosine,
-    "restarts": cosine_restarts,
     "rex": rex,
     "wsd": warmup_stable_decay,
 }
