@@ -729,7 +729,7 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if config.delta is not None:
         delta = _delta_shapes(config, config.delta)
     mlp = _mlp_shapes("mlp", width, config.mlp_width, config.feed_forward_config)
-    expert_mlp = {} if experts is None else _expert_shapes(width, experts)
+    expert_mlp = {} if experts is None else _expert_shapes(experts, width)
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, width)}
     if config.positions is not None:
         shapes["positions.weight"] = (config.positions, width)
@@ -743,6 +743,24 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     # A tied model has one matrix for both, under the embedding's name.
     if not config.tied:
         shapes["head.weight"] = (config.vocab_size, width)
+    return shapes
+
+
+def _expert_shapes(experts: Experts, width: int) -> dict[str, tuple[int, ...]]:
+    # The matrices of all experts are one tensor each, which a grouped product needs.
+    matrices: dict[str, tuple[int, ...]] = {
+        "up": (experts.count, experts.width, width),
+        "down": (experts.count, width, experts.width),
+    }
+    if experts.gated:
+        matrices = {"gate": matrices["up"], **matrices}
+    shapes: dict[str, tuple[int, ...]] = {"mlp.router.weight": (experts.count, width)}
+    shapes |= {f"mlp.experts.{name}": shape for name, shape in matrices.items()}
+    if experts.bias:
+        shapes["mlp.router.logit_bias"] = (experts.count,)
+        shapes |= {f"mlp.experts.{name}_bias": shape[:2] for name, shape in matrices.items()}
+    if experts.shared:
+        shapes |= _mlp_shapes("mlp.shared", width, experts.shared, experts.shared_mlp)
     return shapes
 
 
@@ -830,22 +848,6 @@ def _mlp_shapes(
         shapes[f"{name}.{linear}.weight"] = shape
         if config.bias:
             shapes[f"{name}.{linear}.bias"] = shape[:1]
-    return shapes
-
-
-def _expert_shapes(width: int, experts: Experts) -> dict[str, tuple[int, ...]]:
-    # The matrices of all experts are one tensor each, which a grouped product needs.
-    shapes: dict[str, tuple[int, ...]] = {"mlp.router.weight": (experts.count, width)}
-    linears = {"gate": (experts.width, width)} if experts.gated else {}
-    linears |= {"up": (experts.width, width), "down": (width, experts.width)}
-    for name, shape in linears.items():
-        shapes[f"mlp.experts.{name}"] = (experts.count, *shape)
-        if experts.bias:
-            shapes[f"mlp.experts.{name}_bias"] = (experts.count, shape[0])
-    if experts.bias:
-        shapes["mlp.router.logit_bias"] = (experts.count,)
-    if experts.shared:
-        shapes |= _mlp_shapes("mlp.shared", width, experts.shared, experts.shared_mlp)
     return shapes
 
 
