@@ -434,6 +434,12 @@ class Experts:
                 where="experts",
                 got=attrs.asdict(self),
             )
+        if self.clamp is not None and not (self.gated and self.activation == "silu"):
+            raise ConfigError(
+                "Experts: a clamp is for gated experts with silu",
+                where="clamp",
+                got=attrs.asdict(self),
+            )
         if self.top_k == 1 and self.renormalize and self.scores == "softmax":
             raise ConfigError(
                 "Experts: top_k=1 with renormalize=True gives weights of 1, and trains no router; "
@@ -742,13 +748,12 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 def _expert_shapes(experts: Experts, width: int) -> dict[str, tuple[int, ...]]:
     # The matrices of all experts are one tensor each, which a grouped product needs.
-    matrices = {
-        "gate": (experts.count, experts.width, width),
+    matrices: dict[str, tuple[int, ...]] = {
         "up": (experts.count, experts.width, width),
         "down": (experts.count, width, experts.width),
     }
-    if not experts.gated:
-        del matrices["gate"]
+    if experts.gated:
+        matrices = {"gate": matrices["up"], **matrices}
     shapes: dict[str, tuple[int, ...]] = {"mlp.router.weight": (experts.count, width)}
     shapes |= {f"mlp.experts.{name}": shape for name, shape in matrices.items()}
     if experts.bias:
@@ -885,7 +890,6 @@ def idle_parameters(config: DecoderConfig) -> int:
     experts = config.experts
     if experts is None:
         return 0
-    matrices = 3 if experts.gated else 2  # gate, up and down
-    biases = (matrices - 1) * experts.width + config.width if experts.bias else 0
-    idle = experts.count - experts.top_k
-    return idle * (matrices * config.width * experts.width + biases)
+    matrices = (3 if experts.gated else 2) * config.width * experts.width  # gate, up and down
+    biases = (1 + experts.gated) * experts.width + config.width if experts.bias else 0
+    return (experts.count - experts.top_k) * (matrices + biases)

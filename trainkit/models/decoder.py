@@ -386,6 +386,7 @@ class Decoder(nn.Module):
         is_token: Tensor | None = None,
         tape: RoutingTape | None = None,
         choices: Tensor | None = None,
+        token_ids: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor | Hidden | RoutedOutput:
         """Return logits `[B, S, V]`, or a `Hidden` of hidden states `[B, S, D]` and a weight.
@@ -404,6 +405,8 @@ class Decoder(nn.Module):
             tape: The choices of the expert layers; by default a new one.
             choices: int64 `[B, S, L, k]`, choices that came with the batch, for all L expert layers
                 of the model; they are written to the tape.
+            token_ids: int64 `[B, S]`, the ids of the tokens that this rank's experts see, where
+                tensor parallelism splits rows; by default `input_ids`.
             cache: The keys and values of earlier tokens; then the batch is one row, [1, S], and the
                 logits `[1, R, V]` are those of the last token of each of the cache's rows.
 
@@ -436,12 +439,13 @@ class Decoder(nn.Module):
             preload_(tape, names, choices)
         own = [name for name in names if name.split(".")[1] in self.layers]
         check_tape(tape, names, self.config.experts, is_token=is_token, own=own)
-        for name in names[: self.config.experts.hash_layers] if self.embeds else ():
-            if name not in tape.choices:
-                experts = self.config.experts
-                tape.choices[name] = hash_experts(
-                    input_ids.flatten(), experts.count, experts.top_k, name=name
+        if self.embeds:  # later stages have no ids, and no layers that hash them
+            ids = input_ids if token_ids is None else token_ids
+            for name in names[: self.config.experts.hash_layers]:
+                chosen = hash_experts(
+                    ids.flatten(), self.config.experts.count, self.config.experts.top_k, name=name
                 )
+                tape.choices.setdefault(name, chosen)  # unless choices are replayed
         for block in self.layers.values():
             x = block(
                 x,

@@ -180,6 +180,7 @@ def hash_experts(token_ids: Tensor, experts: int, top_k: int, *, name: str) -> T
         >>> chosen.shape, torch.equal(chosen[0], chosen[2]), torch.equal(chosen[0], chosen[1])
         (torch.Size([3, 2]), True, False)
     """
+    check_range("hash_experts", at_least=1, experts=experts)
     check_range("hash_experts", at_least=1, at_most=experts, top_k=top_k)
     # Not the seed of the run: the table is part of the model.
     keys = counters.make_token_keys(token_ids.long(), seed=0, step=0)
