@@ -471,6 +471,10 @@ class DecoderConfig:
         score_softcap: c, where a score s becomes c * tanh(s / c) (Gemma 2).
         logit_softcap: The same for logits.
         embedding_scale: The factor of embeddings, rounded to their dtype (Gemma).
+        residual_scale: The factor of what attention and the MLP add to the stream (Granite).
+        logit_divisor: What logits are divided by (Granite).
+        no_rope_every: Layers no_rope_every - 1, 2 * no_rope_every - 1, and so on have no positions
+            (SmolLM3); all have when None.
         delta: The layers with the gated delta rule in place of attention (Qwen3-Next).
 
     Raises:
@@ -509,6 +513,9 @@ class DecoderConfig:
     score_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float | None = None
+    residual_scale: float | None = None
+    logit_divisor: float | None = None
+    no_rope_every: int | None = None
     delta: Delta | None = None
 
     def __attrs_post_init__(self) -> None:
@@ -521,7 +528,15 @@ class DecoderConfig:
             # `wkv` projects a latent to the keys and values of every query head.
             self._require("kv_heads", "heads, with latents", ok=self.kv_heads == self.heads)
             # These describe heads that are projected directly from the residual stream.
-            for field in ("head_dim", "qk_norm", "qkv_bias", "out_bias", "rotary_dim", "positions"):
+            for field in (
+                "head_dim",
+                "qk_norm",
+                "qkv_bias",
+                "out_bias",
+                "rotary_dim",
+                "positions",
+                "no_rope_every",
+            ):
                 self._require(field, "left out, with latents", ok=not getattr(self, field))
         ok = self.head_dim is None or 1 <= self.head_dim < math.inf
         self._require("head_dim", "a finite number of at least 1", ok=ok)
@@ -560,7 +575,7 @@ class DecoderConfig:
         ok = self.experts is None or self.feed_forward in (None, FeedForward())
         self._require("feed_forward", "left out, with experts, which are SwiGLUs", ok=ok)
         sliding_theta = self.sliding and self.sliding.rope_theta
-        rotary = self.rope_scaling or self.rotary_dim or sliding_theta
+        rotary = self.rope_scaling or self.rotary_dim or sliding_theta or self.no_rope_every
         ok = self.positions is None or not rotary
         self._require("positions", "left out, where rotary positions are configured", ok=ok)
         if isinstance(self.rope_scaling, LongRopeScaling):  # the others scale any number of pairs
@@ -573,6 +588,9 @@ class DecoderConfig:
             "score_softcap",
             "logit_softcap",
             "embedding_scale",
+            "residual_scale",
+            "logit_divisor",
+            "no_rope_every",
         ):
             value = getattr(self, field)
             self._require(field, "above 0", ok=value is None or 0 < value < math.inf)
@@ -629,6 +647,12 @@ class DecoderConfig:
     def sliding_layers(self) -> list[int]:
         """The indices of the layers with sliding-window attention."""
         return [] if self.sliding is None else self.sliding.layers(self.layers)
+
+    @property
+    def no_rope_layers(self) -> list[int]:
+        """The indices of the layers without positions, where the others have rotary ones."""
+        every = self.no_rope_every
+        return [] if every is None else [*range(every - 1, self.layers, every)]
 
     @property
     def delta_layers(self) -> list[int]:

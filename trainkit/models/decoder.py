@@ -194,8 +194,11 @@ class Block(nn.Module):
         self.name = name
         self.dropout = config.dropout
         layer = int(name.rpartition(".")[2])
-        self.slides = layer in config.sliding_layers
-        window = config.sliding.window if config.sliding and self.slides else None
+        slides = layer in config.sliding_layers
+        window = config.sliding.window if config.sliding and slides else None
+        # Which of the tables of rotary positions it uses; None for no positions.
+        self.rotary = None if layer in config.no_rope_layers else int(slides)
+        self.scale = 1.0 if config.residual_scale is None else config.residual_scale
         # Norms that this family lacks are identities, which have no parameters to load.
         norm = partial(make_norm, config, config.width)
         before = norm if config.norm_config.before else nn.Identity
@@ -236,13 +239,15 @@ class Block(nn.Module):
         if self.normed_after:
             branch = self.attention_out_norm(branch)
         # Dropout is on the branch alone: the stream itself keeps every token.
-        x = x + _drop(branch, noise_key, of=self, name="attention", p=self.dropout)
+        branch = _drop(branch, noise_key, of=self, name="attention", p=self.dropout)
+        x = torch.add(x, branch, alpha=self.scale)
         normal = self.mlp_norm(x)
         if not isinstance(self.mlp, ExpertMlp):
             branch = self.mlp(normal)
             if self.normed_after:
                 branch = self.mlp_out_norm(branch)
-            return x + _drop(branch, noise_key, of=self, name="mlp", p=self.dropout)
+            branch = _drop(branch, noise_key, of=self, name="mlp", p=self.dropout)
+            return torch.add(x, branch, alpha=self.scale)
         # The numbers of tokens per expert vary, which torch.compile cannot trace.
         call = torch.compiler.disable(_call) if torch.compiler.is_compiling() else _call
         branch, sums = call(
@@ -254,7 +259,8 @@ class Block(nn.Module):
             noise_key=noise_key,
         )
         branch = self.mlp_out_norm(branch)
-        return x + _drop(branch, noise_key, of=self, name="mlp", p=self.dropout), sums
+        branch = _drop(branch, noise_key, of=self, name="mlp", p=self.dropout)
+        return torch.add(x, branch, alpha=self.scale), sums
 
     def _attend(
         self,
@@ -268,7 +274,7 @@ class Block(nn.Module):
             attend_delta = None if cache is None else cache.attend_delta(self.name)
             return self.attention(x, spans=spans, attend=attend_delta)
         attend = None if cache is None else cache.attend(self.name)
-        table = rotary[1] if self.slides else rotary[0]
+        table = None if self.rotary is None else rotary[self.rotary]
         return self.attention(x, rotary=table, spans=spans, attend=attend)
 
 
@@ -450,6 +456,9 @@ class Decoder(nn.Module):
         if self.norm is None:
             return x
         x = self.norm(x)
+        if self.config.logit_divisor is not None:
+            # Here and not in the head, so that a `Hidden` has it too.
+            x = x / self.config.logit_divisor
         # Generation needs the last token of each prompt; logits are the largest tensor.
         if cache is not None and cache.last is not None:
             x = x.index_select(1, cache.last)

@@ -287,6 +287,10 @@ OLMO_LIKE = attrs.evolve(
     # Half of a head's 4 dimensions are rotated (partial rotary embeddings).
     rotary_dim=2,
     sliding=models.Sliding(window=20),
+    # The multipliers of Granite, and a layer without positions, as in SmolLM3.
+    no_rope_every=2,
+    residual_scale=0.4,
+    logit_divisor=1.5,
 )
 GPT_LIKE = attrs.evolve(
     SHALLOW,
@@ -666,7 +670,10 @@ _CASES: dict[str, list[LayoutCase]] = {
         LayoutCase(Layout(dp_shard=2, tp=2), recompute="full"),
         LayoutCase(Layout(pp=2)),
     ],
-    "decoder like OLMo 2's": [LayoutCase(Layout(ring=2, tp=2))],
+    "decoder like OLMo 2's": [
+        LayoutCase(Layout(ring=2, tp=2)),
+        LayoutCase(Layout(pp=2, dp_shard=2), recompute="selective"),
+    ],
     "decoder like GPT-2's": [
         LayoutCase(Layout(dp_shard=2, tp=2), recompute="selective"),
         LayoutCase(Layout(pp=2, tp=2)),
