@@ -65,6 +65,8 @@ class YarnScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float = 1.0
+    truncate: bool = True
+    """Whether the ends of the ramp are rounded to whole pairs; not in gpt-oss."""
 
     def __attrs_post_init__(self) -> None:
         is_valid = 1 <= self.factor < math.inf and 1 <= self.original_length < math.inf
@@ -390,6 +392,16 @@ class Experts:
     )
     """The largest relative noise on a router's input in training; see `add_jitter`."""
 
+    bias: bool = False
+    """Whether the router and the matrices of experts have biases (gpt-oss)."""
+
+    clamp: float | None = attrs.field(default=None, validator=optional(_POSITIVE))
+    """The bound c of the inner values of experts (gpt-oss): with g = min(gate, c) and u = up in
+    [-c, c], their product is (u + 1) * g * sigmoid(sigmoid_scale * g). None for a SwiGLU."""
+
+    sigmoid_scale: float = attrs.field(default=1.702, validator=_POSITIVE)
+    """The factor inside of the sigmoid where there is a `clamp`; 1.702 approximates GELU."""
+
     def __attrs_post_init__(self) -> None:
         try:
             # `sigmoid_topk` raises the same as a ValueError; a config is the user's input.
@@ -476,6 +488,8 @@ class DecoderConfig:
         no_rope_every: Layers no_rope_every - 1, 2 * no_rope_every - 1, and so on have no positions
             (SmolLM3); all have when None.
         delta: The layers with the gated delta rule in place of attention (Qwen3-Next).
+        attention_sinks: Whether each head has a learned logit in the denominator of its softmax
+            (gpt-oss); see `attention.add_sink`.
 
     Raises:
         ValueError: A value is out of its range; the message names it.
@@ -517,6 +531,7 @@ class DecoderConfig:
     logit_divisor: float | None = None
     no_rope_every: int | None = None
     delta: Delta | None = None
+    attention_sinks: bool = False
 
     def __attrs_post_init__(self) -> None:
         for field in ("vocab_size", "width", "layers", "heads", "kv_heads", "mlp_width"):
@@ -536,6 +551,7 @@ class DecoderConfig:
                 "rotary_dim",
                 "positions",
                 "no_rope_every",
+                "attention_sinks",
             ):
                 self._require(field, "left out, with latents", ok=not getattr(self, field))
         ok = self.head_dim is None or 1 <= self.head_dim < math.inf
@@ -694,7 +710,9 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         for half in ("attention", "mlp"):
             block |= _norm_shapes(f"{half}_{name}", width, config)
     attention = _attention_shapes(config)
-    delta = {} if config.delta is None else _delta_shapes(config, config.delta)
+    delta: dict[str, tuple[int, ...]] = {}
+    if config.delta is not None:
+        delta = _delta_shapes(config, config.delta)
     mlp = _mlp_shapes("mlp", width, config.mlp_width, config.feed_forward_config)
     expert_mlp: dict[str, tuple[int, ...]] = {}
     if experts is not None:
@@ -703,6 +721,10 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         expert_mlp["mlp.experts.gate"] = (experts.count, experts.width, width)
         expert_mlp["mlp.experts.up"] = (experts.count, experts.width, width)
         expert_mlp["mlp.experts.down"] = (experts.count, width, experts.width)
+        if experts.bias:
+            expert_mlp["mlp.router.logit_bias"] = (experts.count,)
+            for name in ("gate", "up", "down"):
+                expert_mlp[f"mlp.experts.{name}_bias"] = expert_mlp[f"mlp.experts.{name}"][:2]
         if experts.shared:
             expert_mlp |= _mlp_shapes("mlp.shared", width, experts.shared, FeedForward())
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, width)}
@@ -737,6 +759,8 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {f"w{x}.bias": shapes[f"w{x}.weight"][:1] for x in "qkv"}
     if config.out_bias:
         shapes["wo.bias"] = (width,)
+    if config.attention_sinks:
+        shapes["sinks"] = (config.heads,)
     if config.qk_norm:
         # A norm per head has one weight for all heads, a wide one a weight for each element.
         is_wide = config.qk_norm == "wide"
@@ -846,4 +870,6 @@ def idle_parameters(config: DecoderConfig) -> int:
     if experts is None:
         return 0
     # A SwiGLU has three matrices: gate, up and down.
-    return (experts.count - experts.top_k) * 3 * config.width * experts.width
+    matrices = 3 * config.width * experts.width
+    biases = 2 * experts.width + config.width if experts.bias else 0
+    return (experts.count - experts.top_k) * (matrices + biases)

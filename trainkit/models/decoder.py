@@ -138,6 +138,8 @@ class Attention(nn.Module):
         self.wk = Linear(config.width, config.kv_heads * size, bias=config.qkv_bias)
         self.wv = Linear(config.width, config.kv_heads * size, bias=config.qkv_bias)
         self.wo = Linear(config.heads * size, config.width, bias=config.out_bias)
+        sinks = torch.empty(config.heads) if config.attention_sinks else None
+        self.sinks = None if sinks is None else nn.Parameter(sinks)
         self.qk_norm = config.qk_norm
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
@@ -166,6 +168,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate_qk(q, k, rotary)
         attend = attend or self.attend
+        if self.sinks is not None:
+            attend = partial(attend, sinks=self.sinks)
         out = attend(
             q,
             k,

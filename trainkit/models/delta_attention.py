@@ -88,7 +88,7 @@ class DecayGate(Linear):
         self.log_rate = nn.Parameter(torch.empty(heads))
         self.head_size = 1
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override-param-name]
         """Map `[B, S, D]` to `[B, S, H]`, in at least fp32."""
         product = nn.functional.linear(x, self.weight)
         dtype = torch.promote_types(product.dtype, torch.float32)

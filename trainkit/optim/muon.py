@@ -572,7 +572,9 @@ def hidden_matrices(stages: Iterable[nn.Module]) -> dict[str, tuple[int, ...] | 
         }
         for path, module in stage.named_modules():
             for name, p in module.named_parameters(path, recurse=False):
-                if p.requires_grad and p.ndim in (2, 3) and id(p) not in excluded:
+                # Experts have a bias each, in one tensor of two dimensions.
+                is_matrix = p.ndim in (2, 3) and not name.endswith("bias")
+                if p.requires_grad and is_matrix and id(p) not in excluded:
                     parts: Any = getattr(module, "parts", None)
                     parts = parts if isinstance(parts, tuple) else None
                     parts_by_name[canonical_name(name)] = parts

@@ -80,6 +80,9 @@ STYLES: Mapping[str, ParallelStyle] = MappingProxyType(
         "heads": ParallelStyle(shard_dims={"weight": 0, "bias": 0, "log_rate": 0}),
         "vocabulary": _VOCABULARY,
         "gather": ParallelStyle(on_input=_gather_sequence, sequence_sharded=True),
+        "gather_heads": ParallelStyle(
+            shard_dims={"sinks": 0}, on_input=_gather_sequence, sequence_sharded=True
+        ),
         "column_inside": attrs.evolve(_COLUMN, on_input=None),
         "column_inside_gathered": attrs.evolve(
             _COLUMN, on_input=None, on_output=partial(all_gather_replicated, dim=-1)
@@ -118,6 +121,7 @@ With hidden states `[B, S / tp, D]` between blocks:
 | style | parameters | what is sent |
 |---|---|---|
 | gather | replicated | the first input is gathered along the sequence |
+| gather_heads | the sinks of heads are sharded | as gather |
 | column_inside | as column, inside a module of style gather | nothing: that gather sums |
 | column_inside_gathered | as column_inside | the output is gathered along its last dimension |
 | row_scattered | as row, the bias partial | the output is summed and scattered |

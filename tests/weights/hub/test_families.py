@@ -126,7 +126,8 @@ def test_tensors_in_memory_become_ours_and_theirs_again(row, tmp_path):
     theirs = tiny.make_theirs(row)
     theirs.save_pretrained(tmp_path)
     folder, state, values = hub.open_folder(tmp_path), theirs.state_dict(), theirs.config.to_dict()
-    if folder.config.experts is not None:  # joined in memory
+    # Those of gpt-oss are joined in its folder too.
+    if folder.config.experts is not None and not row.startswith("gpt_oss"):  # joined in memory
         with pytest.raises(CheckpointError, match=r"experts.* is missing") as error:
             hub.import_tensors(state, values)
         assert "save_pretrained writes one" in error.value.hint

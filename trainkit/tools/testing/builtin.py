@@ -292,6 +292,18 @@ OLMO_LIKE = attrs.evolve(
     residual_scale=0.4,
     logit_divisor=1.5,
 )
+# Sinks, windows by turns, and experts whose router and matrices have biases.
+GPT_OSS_LIKE = attrs.evolve(
+    SHALLOW,
+    qk_norm=False,
+    qkv_bias=True,
+    out_bias=True,
+    attention_sinks=True,
+    sliding=models.Sliding(window=9, full_every=2),
+    rope_scaling=models.YarnScaling(factor=4.0, original_length=16, beta_fast=4.0, truncate=False),
+    # A clamp that some of the inner values reach.
+    experts=models.Experts(count=8, top_k=2, width=16, bias=True, clamp=1.0),
+)
 GPT_LIKE = attrs.evolve(
     SHALLOW,
     qk_norm=False,
@@ -329,6 +341,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ),
     "decoder with experts, by several optimizers": partial(with_experts, SHALLOW),
     "decoder with experts and latents": partial(with_experts, LATENT),
+    "decoder with experts and sinks": partial(decoder_of, GPT_OSS_LIKE),
     "decoder with latents, none of queries": partial(decoder_of, NO_QUERY_RANK),
     "decoder with delta layers": partial(decoder_of, WITH_DELTA),
     "decoder with experts and delta layers": partial(with_experts, WITH_DELTA),
@@ -650,6 +663,14 @@ _CASES: dict[str, list[LayoutCase]] = {
         LayoutCase(Layout(tp=2), recompute="selective"),
         LayoutCase(Layout(dp_shard=2, tp=2), recompute="selective"),
         LayoutCase(Layout(dp_shard=4, tp=2), compiled=True),
+    ],
+    "decoder with experts and sinks": [
+        *_ENDS,
+        LayoutCase(Layout(ring=2, fold_sp="none"), recompute="selective"),
+        LayoutCase(Layout(ulysses=2)),
+        LayoutCase(Layout(dp_shard=2, ep=2), recompute="full"),
+        LayoutCase(Layout(dp_shard=2, tp=2, ep=2), compiled=True),
+        LayoutCase(Layout(ring=2, tp=2), recompute="full"),
     ],
     "decoder with latents, none of queries": [*_ENDS[1:2], LayoutCase(Layout(ulysses=2, tp=2))],
     "decoder with delta layers": make_default_cases(),
