@@ -634,11 +634,14 @@ class DecoderConfig:
             return self.latents.rotary
         return self.head_size if self.rotary_dim is None else self.rotary_dim
 
-    @property
-    def score_scale(self) -> float | None:
-        """The factor of attention scores; None for 1 / sqrt(head_size)."""
-        # Only YaRN sharpens scores.
+    def score_scale(self, layer: int) -> float | None:
+        """Return the factor of a layer's attention scores; None for 1 / sqrt(head_size)."""
+        has_own_theta = self.sliding is not None and self.sliding.rope_theta is not None
+        is_unscaled = has_own_theta and layer in self.sliding_layers
+        # Only YaRN sharpens scores, and only those of positions that it scales.
         sharpening = getattr(self.rope_scaling, "sharpening", None)
+        if is_unscaled or layer in self.no_rope_layers:
+            sharpening = None
         if sharpening is None and self.query_scalar is None:
             return None
         return (self.query_scalar or self.head_size) ** -0.5 * (sharpening or 1.0)

@@ -126,12 +126,14 @@ class Attention(nn.Module):
     # For `bare`, which fuses the three products in generation.
     joined: ClassVar[Joined] = {"projected": ("wq", "wk", "wv")}
 
-    def __init__(self, config: DecoderConfig, *, attend: Attend, window: int | None) -> None:
+    def __init__(
+        self, config: DecoderConfig, *, attend: Attend, window: int | None, scale: float | None
+    ) -> None:
         super().__init__()
         size = config.head_size
         self.head_size = size
         self.attend = attend
-        self.scale = config.score_scale  # None: the kernel's default, 1 / sqrt(head_size)
+        self.scale = scale  # None: the kernel's default, 1 / sqrt(head_size)
         self.window = window
         self.softcap = config.score_softcap
         self.wq = Linear(config.width, config.heads * size, bias=config.qkv_bias)
@@ -214,7 +216,12 @@ class Block(nn.Module):
         if layer in config.delta_layers:
             self.attention = DeltaAttention(config)
         else:
-            self.attention = attention(config, attend=attend, window=window)
+            self.attention = attention(
+                config,
+                attend=attend,
+                window=window,
+                scale=config.score_scale(layer),
+            )
         self.attention_out_norm = after()
         self.mlp_norm = before()
         self.mlp = mlp

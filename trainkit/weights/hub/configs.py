@@ -113,6 +113,9 @@ _FLOATS = frozenset(
         "query_scalar",
         "score_softcap",
         "logit_softcap",
+        "embedding_scale",
+        "residual_scale",
+        "logit_divisor",
     }
 )
 # A config.json is not trusted: links are made for every layer and every expert before any tensor
@@ -171,7 +174,8 @@ def read_decoder_config(
             problems += new_problems
     # Learned positions (GPT-2) come without rotary entries and without windows.
     if family.ropes:
-        local_theta = read_local_rope(complete, problems) if family.local_rope else None
+        key = family.local_rope
+        local_theta = None if key is None else read_local_rope(complete, problems, key=key)
         fields |= read_rope(complete, family, problems)
         fields |= _read_sliding(complete, family, local_theta, problems)
     if not problems:
@@ -494,9 +498,16 @@ def _normalize(config: DecoderConfig) -> DecoderConfig:
         if len(config.expert_layers) == config.layers:
             changes["mlp_width"] = experts.width
     if config.sliding is not None:
-        sliding = config.sliding_layers  # none if the first one is beyond the last layer
-        pattern = _find_pattern(sliding, config.layers) if sliding else None
-        changes["sliding"] = attrs.evolve(config.sliding, **pattern) if pattern else None
+        layers = config.sliding_layers  # none if the first one is beyond the last layer
+        pattern = _find_pattern(layers, config.layers) if layers else None
+        sliding = attrs.evolve(config.sliding, **pattern) if pattern else None
+        if sliding is not None and config.rope_scaling is None and sliding.rope_theta is None:
+            sliding = attrs.evolve(sliding, rope_theta=config.rope_theta)
+        changes["sliding"] = sliding
+    # A factor of 1 is none.
+    for factor in ("embedding_scale", "residual_scale", "logit_divisor"):
+        if getattr(config, factor) == 1:
+            changes[factor] = None
     # Scores are divided by the root of the head size by default.
     if config.query_scalar == config.head_size:
         changes["query_scalar"] = None
@@ -536,8 +547,13 @@ def write_decoder_config(
 
 
 def _write_values(config: DecoderConfig, family: Family, *, context: int) -> dict[str, Any]:
-    # The head size is written even where it follows from the width: families differ in its default.
-    fields = _flatten(config) | {"head_dim": config.head_size}
+    # These are written even where they follow from others: families differ in their defaults.
+    fields = _flatten(config) | {
+        "head_dim": config.head_size,
+        "query_scalar": config.query_scalar or config.head_size,
+    }
+    for factor in ("embedding_scale", "residual_scale", "logit_divisor"):
+        fields[factor] = fields[factor] or 1.0
     values: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -547,14 +563,13 @@ def _write_values(config: DecoderConfig, family: Family, *, context: int) -> dic
     }
     for key, field in family.keys.items():
         if isinstance(field, Key):
-            if fields[field.field] is None:
+            # Of a record that the decoder lacks, such as experts.
+            if "." in field.field and fields[field.field] is None:
                 raise ValueError(f"it has {key}")
             values[key] = field.write(fields[field.field], config)
         else:
             # A key that sets two fields is written from the last, which always has an effect.
             values[key] = fields[field if isinstance(field, str) else field[-1]]
-    if "query_pre_attn_scalar" in values:
-        values["query_pre_attn_scalar"] = config.query_scalar or config.head_size
     if not family.ropes:
         return values
     return values | _write_windows(config, family) | write_rope(config, family)

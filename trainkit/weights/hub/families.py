@@ -50,7 +50,8 @@ class Family:
         needs_rope: Whether a file must have a table of rotary positions.
         windows: The fields of `Sliding` except the window, for files without `layer_types`; a text
             is the key that has the value. None if the family has no sliding windows.
-        local_rope: Whether sliding layers have a rotary theta of their own.
+        local_rope: The key of the rotary theta of sliding layers, whose wavelengths are then not
+            scaled; None if all layers have the same.
         names: From a configuration to where each tensor is, by our names; `{i}` is the layer in
             both.
         ignored_tensors: Patterns of tensors that are no part of the model; `{layers}` is the number
@@ -68,7 +69,7 @@ class Family:
     ropes: Sequence[str] = ("default", "linear", "llama3", "yarn")
     needs_rope: bool = False
     windows: Mapping[str, int | str] | None = None
-    local_rope: bool = False
+    local_rope: str | None = None
     names: Callable[[DecoderConfig], Mapping[str, HFTensor]]
     ignored_tensors: Sequence[str] = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
 
@@ -331,7 +332,7 @@ _GEMMA3 = Family(
     only={"use_bidirectional_attention": (False,), "attn_logit_softcapping": (None,)},
     ignored_keys=frozenset({"cache_implementation", "_sliding_window_pattern"}),
     windows={"full_every": "sliding_window_pattern"},
-    local_rope=True,
+    local_rope="rope_local_base_freq",
     names=lambda _: _NAMES | _NORMS_AROUND,
 )
 
@@ -345,6 +346,88 @@ _OLMO2 = Family(
     fixed={"norms.place": "after", "qk_norm": "wide"},  # one norm over all heads of q, or of k
     names=lambda _: _NAMES | _NORMS_AROUND,  # of which it has those after alone
 )
+
+
+# "Olmo 3" (2025): three sliding layers, whose positions are not scaled, for each full one.
+_OLMO3 = attrs.evolve(
+    _OLMO2,
+    model_type="olmo3",
+    architecture="Olmo3ForCausalLM",
+    defaults={**_OLMO2.defaults, "rope_theta": 500_000.0, "sliding_window": 4096},
+    windows={"full_every": 4},
+    local_rope="rope_theta",
+)
+
+
+def _read_no_rope(value: Any, config: Mapping[str, Any]) -> int | None:
+    """Return the interval of layers without positions, from a list of whether each has them."""
+    layers = config["num_hidden_layers"]
+    if value is None:
+        return _whole(config["no_rope_layer_interval"])
+    bare = [i for i, has_rope in enumerate(value[:layers]) if not has_rope]
+    every = bare[0] + 1 if bare else None
+    if len(value) < layers or (every and bare != [*range(every - 1, layers, every)]):
+        raise ValueError(
+            f"a list of 1 and 0 for {layers} layers, in which every n-th is 0, is supported"
+        )
+    return every
+
+
+def _write_no_rope(every: int | None, config: DecoderConfig) -> list[int]:
+    return [int(i not in config.no_rope_layers) for i in range(config.layers)]
+
+
+# Bakouch et al., "SmolLM3" (2025): every fourth layer has no positions.
+_SMOLLM3 = Family(
+    model_type="smollm3",
+    architecture="SmolLM3ForCausalLM",
+    keys={
+        **_LLAMA.keys,
+        "no_rope_layers": Key("no_rope_every", _read_no_rope, _write_no_rope),
+    },
+    defaults={
+        **_LLAMA.defaults,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "rope_theta": 2_000_000.0,
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 4,
+        "use_sliding_window": False,
+    },
+    # There the windows would be in the layers without positions.
+    only={"use_sliding_window": (False,)},
+    names=lambda _: _NAMES,
+)
+
+
+# Scores have a factor there, and are divided by a root here. The square is rounded, so that a
+# factor comes back as itself.
+_SCORE_FACTOR = Key(
+    "query_scalar",
+    lambda factor, _: float(f"{_number(factor) ** -2:.12g}"),
+    lambda scalar, _: scalar**-0.5,
+)
+
+# "Granite 3.0 Language Models" (2024): factors of embeddings, scores, branches and logits.
+_GRANITE_KEYS = {
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_divisor",
+    "attention_multiplier": _SCORE_FACTOR,
+}
+_GRANITE = Family(
+    model_type="granite",
+    architecture="GraniteForCausalLM",
+    keys={**_LLAMA.keys, **_GRANITE_KEYS},
+    defaults={**_LLAMA.defaults, **dict.fromkeys(_GRANITE_KEYS, 1.0)},
+    names=lambda _: _NAMES,
+)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e9:
+        raise ValueError("it must be a number above 0")
+    return value
 
 
 def _whole(value: Any) -> int:
@@ -691,6 +774,9 @@ FAMILIES = (
     _GEMMA2,
     _GEMMA3,
     _OLMO2,
+    _OLMO3,
+    _SMOLLM3,
+    _GRANITE,
     _GPT2,
     _MIXTRAL,
     _QWEN3_MOE,

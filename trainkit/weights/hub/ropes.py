@@ -69,14 +69,19 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def read_local_rope(values: dict[str, Any], problems: list[str]) -> float | None:
+def read_local_rope(values: dict[str, Any], problems: list[str], *, key: str) -> float | None:
     """Return the theta of sliding layers; leave in `values` the table of full layers.
 
+    Args:
+        values: The content of a `config.json`, with the defaults of its family.
+        problems: Where to append problems.
+        key: The key of the theta in files without a table for each type of layer.
+
     Examples:
-        >>> read_local_rope({"rope_local_base_freq": 1e4}, [])
+        >>> read_local_rope({"rope_local_base_freq": 1e4}, [], key="rope_local_base_freq")
         10000.0
     """
-    theta = values["rope_local_base_freq"]
+    theta = values[key]
     tables = values.get("rope_parameters")
     # `transformers` 5 writes a table for each type of layer.
     if isinstance(tables, dict) and {*tables} & {*KINDS}:
@@ -92,7 +97,7 @@ def read_local_rope(values: dict[str, Any], problems: list[str]) -> float | None
         extra += [key for key in tables if key not in KINDS]
         problems += [f"rope_parameters of sliding layers: {key} is not supported" for key in extra]
     if not is_number(theta) or not 1 < theta < 1e12:
-        problems.append(f"rope_local_base_freq is {short_repr(theta)}")
+        problems.append(f"{key} of sliding layers is {short_repr(theta)}")
         return None
     return float(theta)
 
@@ -333,14 +338,14 @@ def write_rope(config: DecoderConfig, family: Family) -> dict[str, Any]:
     values = {**theta, "rope_scaling": None if rope["rope_type"] == "default" else rope}
     if isinstance(config.rope_scaling, LongRopeScaling):
         values["original_max_position_embeddings"] = config.rope_scaling.original_length
-    if not family.local_rope:
+    if family.local_rope is None:
         return {**values, "rope_parameters": {**rope, **theta}}
     sliding = config.sliding
     # Without sliding layers any value will do: this is the family's default.
     local_theta = 10_000.0 if sliding is None else sliding.rope_theta or config.rope_theta
     local = {"rope_type": "default", "rope_theta": local_theta}
     return {
+        family.local_rope: local_theta,
         **values,
-        "rope_local_base_freq": local_theta,
         "rope_parameters": {KINDS[0]: {**rope, **theta}, KINDS[1]: local},
     }
