@@ -717,19 +717,7 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if config.delta is not None:
         delta = _delta_shapes(config, config.delta)
     mlp = _mlp_shapes("mlp", width, config.mlp_width, config.feed_forward_config)
-    expert_mlp: dict[str, tuple[int, ...]] = {}
-    if experts is not None:
-        # The matrices of all experts are one tensor each, which a grouped product needs.
-        expert_mlp["mlp.router.weight"] = (experts.count, width)
-        expert_mlp["mlp.experts.gate"] = (experts.count, experts.width, width)
-        expert_mlp["mlp.experts.up"] = (experts.count, experts.width, width)
-        expert_mlp["mlp.experts.down"] = (experts.count, width, experts.width)
-        if experts.bias:
-            expert_mlp["mlp.router.logit_bias"] = (experts.count,)
-            for name in ("gate", "up", "down"):
-                expert_mlp[f"mlp.experts.{name}_bias"] = expert_mlp[f"mlp.experts.{name}"][:2]
-        if experts.shared:
-            expert_mlp |= _mlp_shapes("mlp.shared", width, experts.shared, FeedForward())
+    expert_mlp = {} if experts is None else _expert_shapes(experts, width)
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, width)}
     if config.positions is not None:
         shapes["positions.weight"] = (config.positions, width)
@@ -743,6 +731,23 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     # A tied model has one matrix for both, under the embedding's name.
     if not config.tied:
         shapes["head.weight"] = (config.vocab_size, width)
+    return shapes
+
+
+def _expert_shapes(experts: Experts, width: int) -> dict[str, tuple[int, ...]]:
+    # The matrices of all experts are one tensor each, which a grouped product needs.
+    matrices = {
+        "gate": (experts.count, experts.width, width),
+        "up": (experts.count, experts.width, width),
+        "down": (experts.count, width, experts.width),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"mlp.router.weight": (experts.count, width)}
+    shapes |= {f"mlp.experts.{name}": shape for name, shape in matrices.items()}
+    if experts.bias:
+        shapes["mlp.router.logit_bias"] = (experts.count,)
+        shapes |= {f"mlp.experts.{name}_bias": shape[:2] for name, shape in matrices.items()}
+    if experts.shared:
+        shapes |= _mlp_shapes("mlp.shared", width, experts.shared, FeedForward())
     return shapes
 
 

@@ -373,7 +373,7 @@ def _read_no_rope(value: Any, config: Mapping[str, Any]) -> int | None:
     return every
 
 
-def _write_no_rope(every: int | None, config: DecoderConfig) -> list[int]:
+def _write_no_rope(_: int | None, config: DecoderConfig) -> list[int]:
     return [int(i not in config.no_rope_layers) for i in range(config.layers)]
 
 
