@@ -39,6 +39,7 @@ class Family:
 
     Attributes:
         model_type: Its name in a `config.json`.
+        models: The models that people know it by, for messages and tables.
         architecture: Its class in `transformers`.
         keys: The field of each key, "experts.count" for one of `Experts`; a key may set two.
         aliases: Other names of keys.
@@ -59,6 +60,7 @@ class Family:
     """
 
     model_type: str
+    models: str = ""
     architecture: str
     keys: Mapping[str, str | Key | Sequence[str]]
     aliases: Mapping[str, str] = attrs.field(factory=dict)
@@ -216,6 +218,7 @@ _BIAS_DEFAULTS = {**_DENSE_DEFAULTS, "attention_bias": False}
 # Touvron et al., "LLaMA" (2023) and "Llama 2" (2023). The families below say what differs.
 _LLAMA = Family(
     model_type="llama",
+    models="Llama 2 and 3, TinyLlama, SmolLM2",
     architecture="LlamaForCausalLM",
     keys={**_BIAS_KEYS, "mlp_bias": "feed_forward.bias"},
     defaults={**_BIAS_DEFAULTS, "mlp_bias": False},
@@ -226,6 +229,7 @@ _LLAMA = Family(
 # Jiang et al., "Mistral 7B" (2023): sliding windows.
 _MISTRAL = Family(
     model_type="mistral",
+    models="Mistral 7B, Mistral Nemo",
     architecture="MistralForCausalLM",
     keys=_DENSE_KEYS,
     defaults={**_DENSE_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
@@ -237,6 +241,7 @@ _MISTRAL = Family(
 # Yang et al., "Qwen2 Technical Report" (2024): biases of queries, keys and values.
 _QWEN2 = Family(
     model_type="qwen2",
+    models="Qwen2, Qwen2.5, QwQ",
     architecture="Qwen2ForCausalLM",
     keys=_DENSE_KEYS,
     defaults=_DENSE_DEFAULTS | _WINDOWS,
@@ -249,6 +254,7 @@ _QWEN2 = Family(
 # "Qwen3 Technical Report" (2025): norms of queries and keys in place of these biases.
 _QWEN3 = Family(
     model_type="qwen3",
+    models="Qwen3",
     architecture="Qwen3ForCausalLM",
     keys=_BIAS_KEYS,
     defaults={**_BIAS_DEFAULTS, **_WINDOWS, "head_dim": 128},
@@ -261,6 +267,7 @@ _QWEN3 = Family(
 # Abdin et al., "Phi-3 Technical Report" (2024): fused matrices, LongRoPE.
 _PHI3 = Family(
     model_type="phi3",
+    models="Phi 3, Phi 4",
     architecture="Phi3ForCausalLM",
     keys=_DENSE_KEYS,
     defaults={
@@ -282,6 +289,7 @@ _PHI3 = Family(
 # "Gemma 2" (2024): norms on both sides of attention and MLP, soft caps, scaled embeddings.
 _GEMMA2 = Family(
     model_type="gemma2",
+    models="Gemma 2",
     architecture="Gemma2ForCausalLM",
     keys={
         **{key: field for key, field in _BIAS_KEYS.items() if key != "hidden_act"},
@@ -318,6 +326,7 @@ _GEMMA2 = Family(
 # five sliding layers, with a theta of their own, for each full one.
 _GEMMA3 = Family(
     model_type="gemma3_text",
+    models="Gemma 3 (1B, 270M)",
     architecture="Gemma3ForCausalLM",
     keys={k: field for k, field in _GEMMA2.keys.items() if k != "attn_logit_softcapping"},
     aliases=_GEMMA2.aliases,
@@ -340,6 +349,7 @@ _GEMMA3 = Family(
 # "2 OLMo 2 Furious" (2025): norms after attention and MLP, none before.
 _OLMO2 = Family(
     model_type="olmo2",
+    models="OLMo 2",
     architecture="Olmo2ForCausalLM",
     keys={key: field for key, field in _BIAS_KEYS.items() if key != "head_dim"},
     defaults={**_BIAS_DEFAULTS, "rms_norm_eps": 1e-5},
@@ -352,6 +362,7 @@ _OLMO2 = Family(
 _OLMO3 = attrs.evolve(
     _OLMO2,
     model_type="olmo3",
+    models="OLMo 3",
     architecture="Olmo3ForCausalLM",
     defaults={**_OLMO2.defaults, "rope_theta": 500_000.0, "sliding_window": 4096},
     windows={"full_every": 4},
@@ -380,6 +391,7 @@ def _write_no_rope(_: int | None, config: DecoderConfig) -> list[int]:
 # Bakouch et al., "SmolLM3" (2025): every fourth layer has no positions.
 _SMOLLM3 = Family(
     model_type="smollm3",
+    models="SmolLM3",
     architecture="SmolLM3ForCausalLM",
     keys={
         **_LLAMA.keys,
@@ -417,6 +429,7 @@ _GRANITE_KEYS = {
 }
 _GRANITE = Family(
     model_type="granite",
+    models="Granite 3",
     architecture="GraniteForCausalLM",
     keys={**_LLAMA.keys, **_GRANITE_KEYS},
     defaults={**_LLAMA.defaults, **dict.fromkeys(_GRANITE_KEYS, 1.0)},
@@ -470,6 +483,7 @@ _GPT2_NAMES = {
 # LayerNorm, biases everywhere, an MLP without a gate.
 _GPT2 = Family(
     model_type="gpt2",
+    models="GPT-2",
     architecture="GPT2LMHeadModel",
     keys={
         "vocab_size": "vocab_size",
@@ -534,6 +548,7 @@ _GPT2 = Family(
 # Jiang et al., "Mixtral of Experts" (2024): softmax routing to two of eight experts in each layer.
 _MIXTRAL = Family(
     model_type="mixtral",
+    models="Mixtral",
     architecture="MixtralForCausalLM",
     keys={
         **_KEYS,
@@ -570,6 +585,7 @@ def _first_layers(value: Any, _: Mapping[str, Any]) -> int:
 # "Qwen3 Technical Report" (2025): experts with softmax routing, and none that all tokens share.
 _QWEN3_MOE = Family(
     model_type="qwen3_moe",
+    models="Qwen3-30B-A3B, Qwen3-235B-A22B",
     architecture="Qwen3MoeForCausalLM",
     keys={
         **_KEYS,
@@ -656,6 +672,7 @@ def _deepseek_names(config: DecoderConfig) -> dict[str, HFTensor]:
 # scores, in groups, and shared experts for all tokens.
 _DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
+    models="DeepSeek-V3, DeepSeek-R1",
     architecture="DeepseekV3ForCausalLM",
     keys={
         **{key: field for key, field in _KEYS.items() if key != "head_dim"},
@@ -685,6 +702,7 @@ _DEEPSEEK_V3 = Family(
 # "GLM-4.5" (2025): the experts of DeepSeek-V3 with grouped-query attention.
 _GLM4_MOE = Family(
     model_type="glm4_moe",
+    models="GLM-4.5, GLM-4.6, GLM-4.7",
     architecture="Glm4MoeForCausalLM",
     keys={**_KEYS, **_SIGMOID_KEYS, "attention_bias": "qkv_bias", "use_qk_norm": "qk_norm"},
     defaults={
@@ -733,6 +751,7 @@ _GPT_OSS_NAMES = _block(
 # layer, experts with biases and clamped inner values.
 _GPT_OSS = Family(
     model_type="gpt_oss",
+    models="gpt-oss",
     architecture="GptOssForCausalLM",
     keys={
         **_KEYS,
