@@ -16,6 +16,9 @@ import attrs
 from trainkit.models.config import DecoderConfig
 from trainkit.weights.hub.links import HFTensor
 
+KINDS = ("full_attention", "sliding_attention")
+"""The names of full and of sliding layers, in `layer_types` and in `rope_parameters`."""
+
 
 @attrs.frozen(eq=False)
 class Key:
@@ -74,6 +77,17 @@ class Family:
     local_rope: str | None = None
     names: Callable[[DecoderConfig], Mapping[str, HFTensor]]
     ignored_tensors: Sequence[str] = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
+
+    @property
+    def layer_types(self) -> tuple[str, ...]:
+        """The entries that `layer_types` may have."""
+        return KINDS if self.windows is not None else KINDS[:1]
+
+    @property
+    def known_keys(self) -> frozenset[str]:
+        """The keys of a `config.json` that are its own."""
+        own = {*self.keys, *self.aliases, *self.only, *self.defaults, *self.ignored_keys}
+        return frozenset(own)
 
 
 # ------------------------------------------------------------------------------------------- names
@@ -804,3 +818,16 @@ FAMILIES = (
     _GPT_OSS,
 )
 """Every family; of those that compute the same, the first is what is written."""
+
+
+def list_who(has: Callable[[Family], bool]) -> str:
+    """Return the end of a message about something that a family lacks: the families that have it.
+
+    Examples:
+        >>> list_who(lambda family: "longrope" in family.ropes), list_who(lambda _: False)
+        (', which phi3 has', '')
+    """
+    names = [family.model_type for family in FAMILIES if has(family)]
+    if not names:
+        return ""
+    return f", which {' and '.join(names[:3])} {'have' if len(names) > 1 else 'has'}"

@@ -19,10 +19,7 @@ from trainkit.models.config import (
     RopeScaling,
     YarnScaling,
 )
-from trainkit.weights.hub.families import Family
-
-KINDS = ("full_attention", "sliding_attention")
-"""The names of full and of sliding layers, in `layer_types` and in `rope_parameters`."""
+from trainkit.weights.hub.families import KINDS, Family, list_who
 
 _YARN_KEYS = frozenset(
     {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"}
@@ -97,7 +94,7 @@ def read_local_rope(values: dict[str, Any], problems: list[str], *, key: str) ->
         extra += [key for key in tables if key not in KINDS]
         problems += [f"rope_parameters of sliding layers: {key} is not supported" for key in extra]
     if not is_number(theta) or not 1 < theta < 1e12:
-        problems.append(f"{key} of sliding layers is {short_repr(theta)}")
+        problems.append(f"{key} is {short_repr(theta)} in sliding layers")
         return None
     return float(theta)
 
@@ -177,7 +174,10 @@ def _read_scaling(
         problems += [f"rope: {key} without a rope_type" for key in rope]
         return None
     if rope_type not in family.ropes:
-        problems.append(f"rope_type is {short_repr(rope_type)}, not {' or '.join(family.ropes)}")
+        problems.append(
+            f"rope_type is {short_repr(rope_type)}, not {' or '.join(family.ropes)} of "
+            f"{family.model_type}{list_who(lambda other: rope_type in other.ropes)}"
+        )
         return None
     full_length = values.get("max_position_embeddings")
     length = rope.pop("original_max_position_embeddings", full_length)
@@ -187,7 +187,10 @@ def _read_scaling(
     if rope_type != "linear":
         options["original_max_position_embeddings"] = length
     options |= {key: rope.pop(key) for key in _OPTIONS[rope_type] & rope.keys()}
-    wrong = [f"rope: {key} is an unknown key" for key in rope]
+    wrong = [
+        f"rope: {key[:100]} is {short_repr(x)}, an unknown key of {rope_type}"
+        for key, x in rope.items()
+    ]
     # Phi's files give both lengths in place of their quotient.
     if rope_type == "longrope" and options["factor"] is None:
         is_known = is_number(full_length) and is_number(length) and length > 0
