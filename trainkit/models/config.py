@@ -305,6 +305,9 @@ class Experts:
     shared: int = attrs.field(default=0, validator=non_negative)
     """The inner size of the shared expert, an MLP for all tokens; 0 for none."""
 
+    shared_gate: bool = False
+    """Whether its output is multiplied by a sigmoid of a linear function of the token (Qwen2)."""
+
     first: int = attrs.field(default=0, validator=non_negative)
     """The index of the first layer that may have experts; earlier ones have an MLP."""
 
@@ -356,6 +359,11 @@ class Experts:
                 "Experts: a bias, groups and a scale are for scores='sigmoid'",
                 where="experts",
                 got=attrs.asdict(self),
+            )
+        if self.shared_gate and not self.shared:
+            raise ConfigError(
+                "Experts: shared_gate=True needs a shared expert; set shared to its inner size",
+                where="shared_gate",
             )
         if self.top_k == 1 and self.renormalize and self.scores == "softmax":
             raise ConfigError(
@@ -414,6 +422,8 @@ class DecoderConfig:
         experts: The experts that replace the MLP in some or all layers.
         latents: The latents of queries, keys and values (multi-head latent attention).
         out_bias: Whether the output projection of attention has a bias.
+        attention_gate: Whether attention's output is multiplied by a sigmoid of a linear function
+            of its input, element by element, before the output projection (Qwen3-Next).
         norms: The norms; None for an RMSNorm before attention and before the MLP.
         feed_forward: The MLP; None for a SwiGLU without biases.
         sliding: The layers with sliding-window attention.
@@ -453,6 +463,7 @@ class DecoderConfig:
     experts: Experts | None = None
     latents: Latents | None = None
     out_bias: bool = False
+    attention_gate: bool = False
     norms: Norms | None = None
     feed_forward: FeedForward | None = None
     sliding: Sliding | None = None
@@ -473,7 +484,15 @@ class DecoderConfig:
             # `wkv` projects a latent to the keys and values of every query head.
             self._require("kv_heads", "heads, with latents", ok=self.kv_heads == self.heads)
             # These describe heads that are projected directly from the residual stream.
-            for field in ("head_dim", "qk_norm", "qkv_bias", "out_bias", "rotary_dim", "positions"):
+            for field in (
+                "head_dim",
+                "qk_norm",
+                "qkv_bias",
+                "out_bias",
+                "attention_gate",
+                "rotary_dim",
+                "positions",
+            ):
                 self._require(field, "left out, with latents", ok=not getattr(self, field))
         ok = self.head_dim is None or 1 <= self.head_dim < math.inf
         self._require("head_dim", "a finite number of at least 1", ok=ok)
@@ -620,6 +639,8 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         expert_mlp["mlp.experts.down"] = (experts.count, width, experts.width)
         if experts.shared:
             expert_mlp |= _mlp_shapes("mlp.shared", width, experts.shared, FeedForward())
+        if experts.shared_gate:
+            expert_mlp["mlp.shared_gate.weight"] = (1, width)
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, width)}
     if config.positions is not None:
         shapes["positions.weight"] = (config.positions, width)
@@ -646,6 +667,8 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         "wv.weight": (kv_width, width),
         "wo.weight": (width, q_width),
     }
+    if config.attention_gate:
+        shapes["wg.weight"] = (q_width, width)
     if config.qkv_bias:
         shapes |= {f"w{x}.bias": shapes[f"w{x}.weight"][:1] for x in "qkv"}
     if config.out_bias:

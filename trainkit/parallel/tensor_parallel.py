@@ -40,7 +40,7 @@ DECODER_STYLES: Mapping[str, str] = MappingProxyType(
         # matrices, and "row_scattered" sums and shards the output.
         "layers.*.attention_norm": "partial",
         "layers.*.attention": "gather",
-        "layers.*.attention.w[qkv]": "column_inside",
+        "layers.*.attention.w[qkvg]": "column_inside",
         "layers.*.attention.[qk]_norm": "partial",
         "layers.*.attention.wo": "row_scattered",
         "layers.*.attention_out_norm": "partial",
