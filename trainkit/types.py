@@ -1143,7 +1143,8 @@ class Attend(Protocol):
 
     q is `[B,S,H,D]`, k `[B,S,K,D]` and v `[B,S,K,E]`, where K divides H. With a `window` a query
     sees only keys that are fewer tokens before it than that, itself among them; with a `softcap` c
-    a score s becomes c * tanh(s / c).
+    a score s becomes c * tanh(s / c). `sinks` `[H]` are one more logit for each head, whose value
+    is zero; a model without them does not pass them.
     """
 
     def __call__(
@@ -1156,6 +1157,7 @@ class Attend(Protocol):
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor: ...
 
 
@@ -1185,6 +1187,32 @@ class CausalConv(Protocol):
 
     def __call__(
         self, x: Tensor, weight: Tensor, *, spans: Spans, bias: Tensor | None = None
+    ) -> Tensor: ...
+
+
+Convolutions: TypeAlias = "tuple[Tensor, Tensor, Tensor]"
+"""The kernels of a delta layer's convolutions of queries, keys and values: `[K,D,W]`, `[K,D,W]` and
+`[H,E,W]`.
+"""
+
+
+class AttendDelta(Protocol):
+    """What a delta layer computes from its projections, inside each span: `[B,S,H,E]`.
+
+    q and k are `[B,S,K,D]` and v is `[B,S,H,E]`, before their convolutions; `log_decay` and `beta`
+    are `[B,S,H]`.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        convolutions: Convolutions,
+        log_decay: Tensor,
+        beta: Tensor,
+        spans: Spans,
     ) -> Tensor: ...
 
 

@@ -8,6 +8,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,6 +51,7 @@ class Case:
     scale: float | None = None
     window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
     dtype: torch.dtype = torch.float64
     strided: bool = False  # a last dimension that does not lie in order
 
@@ -68,6 +70,11 @@ CASES = {
     "a window and a soft cap": Case(seed=5, values=5, window=11, softcap=0.5),
     "a soft cap": Case(seed=2, rows=2, scale=0.7, softcap=2.0),
     "a window as long as all": Case(seed=2, window=96),
+    "sinks": Case(seed=1, rows=2, sinks=True),
+    "sinks, a window, one key head": Case(
+        seed=3, lengths=(9, 50), kv_heads=1, window=29, sinks=True
+    ),
+    "sinks, bf16": Case(seed=5, rows=2, sinks=True, dtype=torch.bfloat16),
     "fp32": Case(seed=5, rows=2, dtype=torch.float32),
     "strided": Case(seed=5, strided=True, values=6),
     "fp32, strided": Case(seed=5, dtype=torch.float32, strided=True),
@@ -82,6 +89,8 @@ ULYSSES = {
     "narrow values": Case(seed=8, kv_heads=4, values=5),
     "a window and a soft cap": Case(seed=8, heads=8, window=11, softcap=0.5),
     "narrow values, fewer key heads than ranks": Case(seed=8, kv_heads=1, values=5),
+    "sinks": Case(seed=6, heads=8, kv_heads=4, rows=2, sinks=True),
+    "sinks and a window": Case(seed=8, kv_heads=1, window=11, sinks=True),
     "fp32": Case(seed=9, dtype=torch.float32),
     "strided": Case(seed=9, strided=True),
 }
@@ -97,12 +106,15 @@ def batch_of(case, multiple_of):
 
 
 def results(attend, batch, case):
-    """Return out, dq, dk, dv for the q, k, v and d_out in a batch's extra."""
-    qkv = [batch[name].detach().requires_grad_() for name in ("q", "k", "v")]
-    out = attend(
-        *qkv, spans=batch.spans, scale=case.scale, window=case.window, softcap=case.softcap
-    )
-    return [out.detach(), *torch.autograd.grad(out, qkv, batch["d_out"])]
+    """Return out, dq, dk, dv and those of sinks for the q, k, v and d_out in a batch's extra."""
+    tensors = [batch[name].detach().requires_grad_() for name in ("q", "k", "v")]
+    options = {"scale": case.scale, "window": case.window, "softcap": case.softcap}
+    if case.sinks:
+        sinks = torch.linspace(-2, 4, case.heads, dtype=case.dtype, requires_grad=True)
+        tensors.append(sinks)
+        options["sinks"] = sinks
+    out = attend(*tensors[:3], spans=batch.spans, **options)
+    return [out.detach(), *torch.autograd.grad(out, tensors, batch["d_out"])]
 
 
 def inputs(case, multiple_of):
@@ -131,8 +143,11 @@ def compared(ps, case, attend):
         strided = {name: torch.stack([x, x], -1)[..., 0] for name, x in part.extra.items()}
         part = attrs.evolve(part, extra=strided)
     found, want = results(attend, part, case), results(sdpa, whole, case)
-    carried = attrs.evolve(whole, extra=dict(enumerate(want)))
+    carried = attrs.evolve(whole, extra=dict(enumerate(want[:4])))
     parts = shard(carried).extra
+    if case.sinks:  # a parameter, whose gradient is the sum over the ranks
+        dist.all_reduce(found[4])
+        parts[4] = want[4]
     assert all(a.dtype == b.dtype for a, b in zip(found, want, strict=True))
     return max(float((a - parts[i]).abs().max() / want[i].abs().max()) for i, a in enumerate(found))
 

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from trainkit.attention import sdpa
-from trainkit.attention.blocks import written_out
+from trainkit.attention.blocks import attend_spans
 from trainkit.types import Spans
 
 TOKENS, DOCUMENTS, HEADS, DIM, TURNS = 4096, 64, 8, 64, 15
@@ -66,7 +66,7 @@ def windows(name, tokens, lengths, window, dtype):
     turns = []
     for _ in range(TURNS):
         times = [time.process_time()]
-        for attend in (written_out, sdpa):
+        for attend in (attend_spans, sdpa):
             torch.autograd.grad(
                 attend(q, k, v, spans=spans, window=window, scale=0.1).sum(), (q, k, v)
             )

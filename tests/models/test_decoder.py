@@ -31,7 +31,7 @@ from trainkit.models.config import parameter_shapes
 from trainkit.models.decoder import whole_logits
 from trainkit.models.decoder_sizes import config_from_facts, list_decoder_sizes, make_decoder_config
 from trainkit.models.rotary import rotary_frequencies, rotary_table, rotate
-from trainkit.tools.testing.builtin import GEMMA_LIKE, GPT_LIKE, OLMO_LIKE
+from trainkit.tools.testing.builtin import GEMMA_LIKE, GPT_LIKE, GPT_OSS_LIKE, OLMO_LIKE
 from trainkit.types import SOLO, Spans, apply_softcap
 
 SMALL = DecoderConfig(vocab_size=31, width=16, layers=2, heads=4, kv_heads=2, mlp_width=24)
@@ -46,7 +46,10 @@ RICH = attrs.evolve(
 GEMMA, OLMO, GPT = (
     attrs.evolve(config, vocab_size=31) for config in (GEMMA_LIKE, OLMO_LIKE, GPT_LIKE)
 )
-OPTIONS = pytest.mark.parametrize("config", [GEMMA, OLMO, GPT], ids=["gemma", "olmo", "gpt"])
+SINKS = attrs.evolve(GPT_OSS_LIKE, vocab_size=31)
+OPTIONS = pytest.mark.parametrize(
+    "config", [GEMMA, OLMO, GPT, SINKS], ids=["gemma", "olmo", "gpt", "gpt-oss"]
+)
 CONFIGS = pytest.mark.parametrize("config", [SMALL, RICH], ids=["llama", "qwen3, tied, scaled"])
 
 
@@ -91,7 +94,13 @@ def backward(logits):
 # ------------------------------------------------------------------------------------- equivalences
 
 
-@pytest.mark.parametrize("config", [SMALL, RICH, GEMMA, OLMO, attrs.evolve(GPT, dropout=0.0)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(SMALL, RICH, GEMMA, OLMO, attrs.evolve(GPT, dropout=0.0)),
+        attrs.evolve(SINKS, experts=None),
+    ],
+)
 def test_packed_row_equals_its_documents_one_by_one(config):
     lengths = [5, 1, 9, 23]
     batch = packed(lengths)
@@ -408,7 +417,7 @@ def test_options_have_the_promised_names_values_and_facts(config):
     assert count_parameters(config) == sum(p.numel() for p in model.parameters())
     for name, p in model.named_parameters():
         if p.ndim == 1:
-            value = 0.0 if name.endswith("bias") or config is GEMMA else 1.0
+            value = 0.0 if name.endswith(("bias", "sinks")) or config is GEMMA else 1.0
             assert (p == value).all(), name
     saved = json.loads(json.dumps(attrs.asdict(config)))
     assert config_from_facts(saved) == config

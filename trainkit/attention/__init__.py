@@ -6,11 +6,12 @@ runs anywhere; `varlen` uses torch's kernel for packed documents on CUDA and `sd
 fits; `ring` and `ulysses` are for rows that are sharded over ranks.
 
 `gated_delta` is a recurrence in place of attention, and `causal_conv` what comes before it; both
-have a form for a ring.
+have a form for a ring. `attend_delta` is both together, as a layer of a decoder calls them.
 """
 
 from __future__ import annotations
 
+from trainkit.attention.attend_delta import attend_delta, ulysses_delta
 from trainkit.attention.causal_conv import causal_conv
 from trainkit.attention.choose import choose_kernel
 from trainkit.attention.flex import flex
@@ -18,10 +19,13 @@ from trainkit.attention.gated_delta import gated_delta, step_gated_delta
 from trainkit.attention.ring import ring
 from trainkit.attention.ring_delta import ring_causal_conv, ring_gated_delta
 from trainkit.attention.sdpa import sdpa
+from trainkit.attention.sinks import add_sink
 from trainkit.attention.ulysses import ulysses
 from trainkit.attention.varlen import varlen
 
 __all__ = [
+    "add_sink",
+    "attend_delta",
     "causal_conv",
     "choose_kernel",
     "flex",
@@ -32,5 +36,6 @@ __all__ = [
     "sdpa",
     "step_gated_delta",
     "ulysses",
+    "ulysses_delta",
     "varlen",
 ]

@@ -17,7 +17,8 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainkit.attention.inputs import pad_heads
+from trainkit.attention.inputs import pad_heads, wider
+from trainkit.attention.sinks import add_sink, sink_gradient
 from trainkit.types import Spans
 
 
@@ -163,11 +164,50 @@ def _concat_documents(documents: Iterable[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _cpu_forward(qkv: QueryKeyValue, block: BlockSpans) -> OutLse:
+def _cpu_op(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None, scale: float
+) -> OutLse:
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001 (the one that gives the lse)
+    return op(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+
+
+def _cpu_backward_op(
+    d_out: Tensor,
+    qkv: QueryKeyValue,
+    result: OutLse,
+    *,
+    causal: bool,
+    mask: Tensor | None = None,
+    scale: float,
+) -> QueryKeyValue:
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default  # noqa: SLF001 (see _cpu_op)
+    return op(d_out, *qkv, *result, 0.0, causal, attn_mask=mask, scale=scale)
+
+
+def attend_cpu(qkv: QueryKeyValue, sinks: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
+    """Return attention with sinks on a CPU, of documents `[n, H, L, D]`; causal without a mask.
+
+    Examples:
+        >>> qkv = tuple(torch.ones(3, 1, 2, 4, 8))
+        >>> attend_cpu(qkv, torch.zeros(2), mask=None, scale=0.5).shape
+        torch.Size([1, 2, 4, 8])
+    """
+    q, k, v = map(make_last_dim_dense, qkv)
+    causal = mask is None
+    return attend(
+        (q, k, v),
+        sinks.unsqueeze(-1),  # [H, 1], for every query
+        lambda qkv: _cpu_op(*qkv, causal=causal, mask=mask, scale=scale),
+        lambda d_out, qkv, result: _cpu_backward_op(
+            d_out, qkv, result, causal=causal, mask=mask, scale=scale
+        ),
+    )
+
+
+def _cpu_forward(qkv: QueryKeyValue, block: BlockSpans) -> OutLse:
     spans = block.queries, block.keys, block.keys
     documents = zip(*map(_split_documents, pad_heads(*qkv), spans), strict=True)
-    parts = [op(*document, 0.0, block.causal, scale=block.scale) for document in documents]
+    parts = [_cpu_op(*x, causal=block.causal, scale=block.scale) for x in documents]
     out = _concat_documents(out for out, _ in parts)
     return out[..., : qkv[2].shape[-1]], _concat_documents(lse for _, lse in parts)
 
@@ -175,12 +215,14 @@ def _cpu_forward(qkv: QueryKeyValue, block: BlockSpans) -> OutLse:
 def _cpu_backward(
     d_out: Tensor, qkv: QueryKeyValue, result: OutLse, block: BlockSpans
 ) -> QueryKeyValue:
-    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default  # noqa: SLF001 (see _cpu_forward)
     spans = (block.queries, block.queries, block.keys, block.keys, block.queries, block.queries)
     out, lse = result
     d_out, *padded, out = pad_heads(d_out, *qkv, out)
     documents = zip(*map(_split_documents, (d_out, *padded, out, lse), spans), strict=True)
-    parts = [op(*document, 0.0, block.causal, scale=block.scale) for document in documents]
+    parts = [
+        _cpu_backward_op(d, (q, k, v), (o, s), causal=block.causal, scale=block.scale)
+        for d, q, k, v, o, s in documents
+    ]
     return _remove_padding(map(_concat_documents, zip(*parts, strict=True)), qkv)
 
 
@@ -201,7 +243,13 @@ def _list_bounds(block: BlockSpans) -> tuple[Tensor, Tensor, int, int]:
     return queries.cu_seqlens, keys.cu_seqlens, queries.max_length, keys.max_length
 
 
+def _window_bounds(block: BlockSpans) -> tuple[int | None, int | None]:
+    # Queries and keys must be whole documents, see `attend_spans`; a ring's are not.
+    return (None, None) if block.window is None else (block.window - 1, 0)
+
+
 def _cuda_forward(qkv: QueryKeyValue, block: BlockSpans) -> OutLse:
+    left, right = _window_bounds(block)
     op = torch.ops.aten._flash_attention_forward.default  # noqa: SLF001 (as torch's varlen_attn)
     out, lse, *_ = op(
         *map(make_last_dim_dense, pad_heads(*qkv)),
@@ -210,6 +258,8 @@ def _cuda_forward(qkv: QueryKeyValue, block: BlockSpans) -> OutLse:
         block.causal,
         return_debug_mask=False,
         scale=block.scale,
+        window_size_left=left,
+        window_size_right=right,
     )
     return out[..., : qkv[2].shape[-1]], lse.transpose(0, 1)
 
@@ -217,6 +267,7 @@ def _cuda_forward(qkv: QueryKeyValue, block: BlockSpans) -> OutLse:
 def _cuda_backward(
     d_out: Tensor, qkv: QueryKeyValue, result: OutLse, block: BlockSpans
 ) -> QueryKeyValue:
+    left, right = _window_bounds(block)
     op = torch.ops.aten._flash_attention_backward.default  # noqa: SLF001 (as torch's varlen_attn)
     out, lse = result
     gradients = op(
@@ -229,6 +280,8 @@ def _cuda_backward(
         torch.zeros(2, dtype=torch.uint64, device=out.device),
         out.new_empty(0),
         scale=block.scale,
+        window_size_left=left,
+        window_size_right=right,
     )
     return _remove_padding(gradients, qkv)
 
@@ -397,26 +450,60 @@ matmul = BlockKernel(_matmul_forward, _matmul_backward, plain_only=False)
 """Matrix products, for a chunk of queries at a time: any device and dtype, windows, soft caps."""
 
 
-class _WrittenOut(torch.autograd.Function):
+# ------------------------------------------------------------------------------- differentiable
+
+
+def attend(
+    qkv: QueryKeyValue,
+    sinks: Tensor | None,
+    forward: Callable[[QueryKeyValue], OutLse],
+    backward: Callable[[Tensor, QueryKeyValue, OutLse], QueryKeyValue],
+) -> Tensor:
+    """Return attention from its forward and backward pass, with a sink for each head or without.
+
+    A sink is one more key with a value of zero. It is added to the result over all other keys, and
+    `backward` gets the result over all of them. So no kernel needs a gradient of its log-sum-exp,
+    and none knows of sinks.
+
+    Args:
+        qkv: Queries, keys and values.
+        sinks: Logits that broadcast to the log-sum-exp of scores; None for none.
+        forward: As that of a `BlockKernel`, in the dtype to add the sink in.
+        backward: As that of a `BlockKernel`.
+
+    Returns:
+        The output, in the dtype of queries.
+    """
+    return _Attention.apply(*qkv, sinks, forward, backward)
+
+
+class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, block: BlockSpans
+    def forward(  # noqa: PLR0917  # pyrefly: ignore[bad-override]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, forward: Any, backward: Any
     ) -> Tensor:
-        out, lse = matmul.forward((q, k, v), block)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.block = block
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse = forward((q, k, v))
+            if sinks is not None:
+                out, lse = add_sink(out, lse, sinks)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.backward_pass = backward
         return out
 
     @staticmethod
     @once_differentiable
     def backward(  # pyrefly: ignore[bad-override]
         ctx: Any, d_out: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, out, lse = ctx.saved_tensors
-        return *matmul.backward(d_out, (q, k, v), (out, lse), ctx.block), None
+    ) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        with torch.autocast(d_out.device.type, enabled=False):
+            gradients = ctx.backward_pass(d_out.contiguous(), (q, k, v), (out, lse))
+            d_sinks = None if sinks is None else sink_gradient(d_out, out, lse, sinks)
+        return *gradients, d_sinks, None, None
 
 
-def written_out(
+def attend_spans(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -425,17 +512,31 @@ def written_out(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
+    kernel: BlockKernel | None = None,
 ) -> Tensor:
-    """Return causal attention inside each span by `matmul`, in memory linear in the tokens.
+    """Return causal attention inside each span by a kernel, in memory linear in the tokens.
 
-    Arguments and result are those of `sdpa`.
+    Other arguments and the result are those of `sdpa`. The kernel is by default the fastest that
+    takes the tensors, the window and the soft cap.
 
     Examples:
         >>> from trainkit.batch import spans_from_rows
         >>> q, k, v = torch.ones(3, 1, 4, 2, 8)
-        >>> written_out(q, k, v, spans=spans_from_rows(1, 4), scale=1.0).shape
+        >>> attend_spans(q, k, v, spans=spans_from_rows(1, 4), scale=1.0).shape
         torch.Size([1, 4, 2, 8])
     """
     block = BlockSpans(spans, spans, causal=True, scale=scale, window=window, softcap=softcap)
-    out = _WrittenOut.apply(*(x.flatten(0, 1) for x in (q, k, v)), block)
+    if kernel is None:
+        kernel = choose_block_kernel(wider(q, v))
+        # Of whole documents the flash kernel for CUDA knows the window.
+        takes = block.plain or (kernel is cuda_flash and softcap is None)
+        kernel = kernel if takes else matmul
+    q_, k_, v_ = (x.flatten(0, 1) for x in (q, k, v))
+    out = attend(
+        (q_, k_, v_),
+        sinks,
+        lambda qkv: kernel.forward(qkv, block),
+        lambda d_out, qkv, result: kernel.backward(d_out, qkv, result, block),
+    )
     return out.unflatten(0, q.shape[:2])

@@ -13,7 +13,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from trainkit.attention.blocks import flash_takes, written_out
+from trainkit.attention.blocks import attend_spans, flash_takes, matmul
 from trainkit.attention.flex import flex
 from trainkit.attention.inputs import check_inputs
 from trainkit.attention.sdpa import sdpa
@@ -44,6 +44,7 @@ class _Inputs:
     dtype: torch.dtype
     head_size: int
     window: int | None
+    sinks: bool
 
     @property
     def dtype_name(self) -> str:
@@ -66,6 +67,7 @@ class KernelRow:
         make: From the inputs of a model to the kernel's `Attend`.
         reject: From the inputs of a model to the reason why the kernel does not take them, or "".
         softcap: Whether the kernel supports soft caps.
+        sinks: Whether it supports sinks.
         operators: torch's operators that it consists of, as "namespace::name", whose results
             selective recomputation may save. None where it is compiled or written out.
         module: The module that registers `operators` on CUDA.
@@ -74,6 +76,7 @@ class KernelRow:
     make: Callable[[_Inputs], Attend]
     reject: Callable[[_Inputs], str]
     softcap: bool = False
+    sinks: bool = True
     operators: Sequence[str] = ()
     module: str = ""
 
@@ -86,6 +89,7 @@ def choose_kernel(
     head_size: int,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: bool = False,
 ) -> KernelChoice:
     """Return the first of some kernels that fits the attention of a model.
 
@@ -98,6 +102,7 @@ def choose_kernel(
         head_size: The size of the widest heads.
         window: The number of keys that a query attends to at most; None for all.
         softcap: The bound of the scores; None for no bound.
+        sinks: Whether heads have sinks.
 
     Returns:
         The kernel, whose `attend` goes into the model; its text says why no other was chosen.
@@ -122,7 +127,7 @@ def choose_kernel(
         ...
     """
     refused: dict[str, str] = {}
-    inputs = _Inputs(torch.device(device), dtype, head_size, window)
+    inputs = _Inputs(torch.device(device), dtype, head_size, window, sinks)
     for name in names:
         check_choice(get_args(Kernel), "attention", kernel=name)
         row = KERNELS[name]
@@ -130,11 +135,14 @@ def choose_kernel(
         reason = row.reject(inputs)
         if not reason and softcap is not None and not row.softcap:
             reason = "it has no soft caps"
+        if not reason and sinks and not row.sinks:
+            reason = "it gives no log-sum-exp, which sinks need"
         if not reason:
             return KernelChoice(name, row.make(inputs), refused)
         refused[name] = reason
     options = f" in a window of {window}" if window is not None else ""
     options += f" with a soft cap of {softcap}" if softcap is not None else ""
+    options += " with sinks" if sinks else ""
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
     raise ConfigError(
         f"attention: none of these kernels takes heads of {head_size} in {inputs.dtype_name} on "
@@ -205,7 +213,7 @@ def _reject_flash(inputs: _Inputs) -> str:
     if inputs.device.type == "cpu":
         return ""
     # It will be `varlen`, see `_make_flash`.
-    if _is_flash_window(inputs):
+    if _is_varlen(inputs):
         return _reject_varlen(inputs)
     return _reject_backend(inputs, "flash", "FLASH_ATTENTION")
 
@@ -224,9 +232,10 @@ def _reject_backend(inputs: _Inputs, name: str, *backends: str) -> str:
         return "" if is_taken(params) else f"torch does not take it here, not {inputs}"
 
 
-def _is_flash_window(inputs: _Inputs) -> bool:
-    # On CUDA torch's attention gives flash no mask; its form for packed documents has windows.
-    return inputs.device.type == "cuda" and inputs.window is not None
+def _is_varlen(inputs: _Inputs) -> bool:
+    # On CUDA torch's attention gives flash no mask, and no log-sum-exp to us; its form for packed
+    # documents has windows and gives it.
+    return inputs.device.type == "cuda" and (inputs.window is not None or inputs.sinks)
 
 
 def _use_backends(backends: Sequence[str]) -> Any:
@@ -248,7 +257,7 @@ def _make_sdpa(_: _Inputs, *backends: str) -> Attend:
 
 
 def _make_flash(inputs: _Inputs) -> Attend:
-    return varlen if _is_flash_window(inputs) else _make_sdpa(inputs, "FLASH_ATTENTION")
+    return varlen if _is_varlen(inputs) else _make_sdpa(inputs, "FLASH_ATTENTION")
 
 
 def _math(
@@ -260,9 +269,22 @@ def _math(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    q, k, v, scale = check_inputs(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap)
-    return written_out(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap)
+    q, k, v, scale = check_inputs(
+        q, k, v, spans=spans, scale=scale, window=window, softcap=softcap, sinks=sinks
+    )
+    return attend_spans(
+        q,
+        k,
+        v,
+        spans=spans,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        kernel=matmul,
+    )
 
 
 KERNELS: dict[Kernel, KernelRow] = {
@@ -283,6 +305,7 @@ KERNELS: dict[Kernel, KernelRow] = {
     "efficient": KernelRow(
         make=lambda inputs: _make_sdpa(inputs, "EFFICIENT_ATTENTION"),
         reject=lambda inputs: _reject_backend(inputs, "efficient", "EFFICIENT_ATTENTION"),
+        sinks=False,
         operators=("aten::_scaled_dot_product_efficient_attention",),
     ),
     # cuDNN refuses a document of one token, which the efficient kernel takes.
@@ -291,6 +314,7 @@ KERNELS: dict[Kernel, KernelRow] = {
         reject=lambda inputs: _reject_backend(
             inputs, "cudnn", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"
         ),
+        sinks=False,
         operators=("aten::_scaled_dot_product_cudnn_attention",),
     ),
     "flex": KernelRow(make=lambda _: flex(), reject=_reject_flex, softcap=True),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainkit.attention.inputs import check_inputs, pad_heads
+from trainkit.attention.sinks import add_sink
 from trainkit.attention.untraced import untraced
 from trainkit.types import Attend, Spans
 
@@ -48,9 +49,10 @@ def flex() -> Attend:
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         q, k, v, scale = check_inputs(
-            q, k, v, spans=spans, scale=scale, window=window, softcap=softcap
+            q, k, v, spans=spans, scale=scale, window=window, softcap=softcap, sinks=sinks
         )
         masks = masks_of_spans.setdefault(spans, {})
         if window not in masks:
@@ -65,7 +67,12 @@ def flex() -> Attend:
             block_mask=masks[window],
             scale=scale,
             enable_gqa=q.shape[2] != k.shape[2],
+            return_aux=None if sinks is None else _ask_lse(),
         )
+        if sinks is not None:
+            # Its log-sum-exp has gradients, so that sinks need none of their own.
+            out, lse = out[0], out[1].lse
+            out = add_sink(out, lse, sinks.unsqueeze(-1))[0].to(q.dtype)
         out = out[0].transpose(0, 1).unflatten(0, q.shape[:2])
         return out[..., : v.shape[3]]
 
@@ -79,6 +86,12 @@ def _attention(*, compiled: bool) -> Any:
     # Static shapes: with dynamic ones torch 2.13 fails on a second soft cap, as it makes the number
     # a variable.
     return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
+
+
+def _ask_lse() -> Any:
+    from torch.nn.attention.flex_attention import AuxRequest  # noqa: PLC0415 -- see _attention
+
+    return AuxRequest(lse=True)
 
 
 @cache

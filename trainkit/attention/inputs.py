@@ -19,6 +19,7 @@ def check_inputs(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     parts: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, float]:
     """Check the inputs of attention; return queries, keys and values of one dtype, and the scale.
@@ -34,12 +35,13 @@ def check_inputs(
         scale: The factor of scores; 1 / sqrt(D) by default.
         window: The number of keys that a query attends to at most, including its own.
         softcap: The bound of scores, by tanh.
+        sinks: One more logit for each query head, `[H]`.
         parts: The number of ranks over which the tokens of these rows are sharded.
 
     Raises:
         ValueError: Shapes or dtypes do not fit each other, there are no tokens, the spans do not
-            cover them, the scale or the soft cap is not a finite number above 0, or the window is
-            below 1.
+            cover them, the scale or the soft cap is not a finite number above 0, the window is
+            below 1, or there is not one sink for each query head.
 
     Examples:
         >>> from trainkit.batch import spans_from_rows
@@ -73,6 +75,11 @@ def check_inputs(
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"attention: softcap must be a finite number above 0, got {softcap}")
     check_range("attention", at_least=1, window=window)
+    if sinks is not None and (sinks.shape != q.shape[2:3] or not sinks.is_floating_point()):
+        raise ValueError(
+            f"attention: sinks must be one logit for each of {q.shape[2]} query heads, "
+            f"[{q.shape[2]}], got {sinks.dtype} {list(sinks.shape)}"
+        )
     # The lengths are host integers: a compiled graph would be specialized to each batch.
     if not torch.compiler.is_compiling():
         _check_spans(q, spans, parts)

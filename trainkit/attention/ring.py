@@ -19,13 +19,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from trainkit.attention.blocks import (
     BlockKernel,
     BlockSpans,
     OutLse,
     QueryKeyValue,
+    attend,
     choose_block_kernel,
     matmul,
     merge_lse,
@@ -80,10 +80,13 @@ def _attend(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     axis: Axis,
     kernel: BlockKernel | None,
 ) -> Tensor:
-    q, k, v, scale = check_inputs(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap)
+    q, k, v, scale = check_inputs(
+        q, k, v, spans=spans, scale=scale, window=window, softcap=softcap, sinks=sinks
+    )
     multiple = 2 * axis.count
     odd = np.flatnonzero(spans.lengths % 2)
     if len(odd):
@@ -102,7 +105,10 @@ def _attend(
     if kernel.plain_only and not views[0].block.plain:
         kernel = matmul
     setup = _Setup(axis=axis, kernel=kernel, views=views)
-    return _Ring.apply(q_, k_, v_, setup).unflatten(0, q.shape[:2])
+    out = attend(
+        (q_, k_, v_), sinks, partial(_forward, setup=setup), partial(_backward, setup=setup)
+    )
+    return out.unflatten(0, q.shape[:2])
 
 
 # ------------------------------------------------------------------------------------------- views
@@ -243,7 +249,7 @@ def _forward(qkv: QueryKeyValue, setup: _Setup) -> OutLse:
             merged = merge_lse(out[rows], lse[rows], part.to(out.dtype), part_lse)
             out[rows], lse[rows] = merged
         current = current if exchange is None else _finish_exchange(exchange)
-    return out.to(q.dtype), lse
+    return out, lse
 
 
 def _backward(d_out: Tensor, qkv: QueryKeyValue, result: OutLse, setup: _Setup) -> QueryKeyValue:
@@ -272,25 +278,3 @@ def _backward(d_out: Tensor, qkv: QueryKeyValue, result: OutLse, setup: _Setup) 
     assert d_exchange is not None
     d_k, d_v = _unpack(_finish_exchange(d_exchange).to(q.dtype), keys_values)
     return d_q.to(q.dtype), d_k, d_v
-
-
-class _Ring(torch.autograd.Function):
-    @staticmethod
-    def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, setup: _Setup
-    ) -> Tensor:
-        with torch.autocast(q.device.type, enabled=False):
-            out, lse = _forward((q, k, v), setup)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.setup = setup
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyrefly: ignore[bad-override]
-        ctx: Any, d_out: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, out, lse = ctx.saved_tensors
-        with torch.autocast(d_out.device.type, enabled=False):
-            d_q, d_k, d_v = _backward(d_out.contiguous(), (q, k, v), (out, lse), ctx.setup)
-        return d_q, d_k, d_v, None

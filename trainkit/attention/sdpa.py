@@ -7,7 +7,7 @@ other kernels, and the default on a CPU.
 
 Memory grows linearly with the tokens. Where CUDA has no fused kernel for grouped queries (fp32, or
 a mask), key heads are repeated. Where it has none at all (fp64), and for soft caps, which torch's
-attention does not support, `blocks.written_out` computes chunks of queries. If keys and values
+attention does not support, `blocks.attend_spans` computes chunks of queries. If keys and values
 differ in size, the narrower are padded with zeros, since kernels take one size.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from trainkit.attention.blocks import written_out
+from trainkit.attention.blocks import attend_cpu, attend_spans
 from trainkit.attention.inputs import check_inputs, pad_heads
 from trainkit.types import Spans
 
@@ -32,6 +32,7 @@ def sdpa(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return causal attention inside each span, one `scaled_dot_product_attention` per span.
 
@@ -49,14 +50,16 @@ def sdpa(
             al., "Longformer", 2020).
         softcap: c, where a score s becomes c * tanh(s / c) (Bello et al., "Neural combinatorial
             optimization with reinforcement learning", 2016; Gemma 2).
+        sinks: `[H]`, one more logit in the softmax of each head, whose value is zero; see
+            `add_sink`.
 
     Returns:
         `[B, S, H, E]`, of q's dtype; under autocast of autocast's.
 
     Raises:
         ValueError: Shapes or dtypes do not fit each other, there are no tokens, the spans do not
-            cover the B * S tokens, the scale or the soft cap is not a finite number above 0, or
-            the window is below 1.
+            cover the B * S tokens, the scale or the soft cap is not a finite number above 0, the
+            window is below 1, or there is not one sink for each query head.
 
     Examples:
         >>> import numpy as np
@@ -68,8 +71,8 @@ def sdpa(
         True
     """
     # Disabled here and not by a decorator: `disable` imports torch._dynamo, 1.1 s (torch 2.13).
-    attend = torch.compiler.disable(_attend) if torch.compiler.is_compiling() else _attend
-    return attend(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap)
+    call = torch.compiler.disable(_attend) if torch.compiler.is_compiling() else _attend
+    return call(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
 
 def _attend(
@@ -81,29 +84,42 @@ def _attend(
     scale: float | None,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    q, k, v, scale = check_inputs(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap)
+    q, k, v, scale = check_inputs(
+        q, k, v, spans=spans, scale=scale, window=window, softcap=softcap, sinks=sinks
+    )
     # A window that hides nothing would cost a mask, and with it the flash kernel.
     if window is not None and window >= spans.max_length:
         window = None
-    if softcap is not None:
-        return written_out(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap)
-    if q.shape[3] != v.shape[3]:
-        q_, k_, v_ = pad_heads(q, k, v)
-        padded = _attend_documents(q_, k_, v_, spans=spans, scale=scale, window=window)
-        return padded[..., : v.shape[3]]
-    return _attend_documents(q, k, v, spans=spans, scale=scale, window=window)
+    # A sink needs the log-sum-exp, which torch's public function does not return. On a CPU
+    # `attend_cpu` has it from the operator below that function.
+    if softcap is not None or (sinks is not None and q.device.type != "cpu"):
+        return attend_spans(
+            q, k, v, spans=spans, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
+    size = v.shape[3]
+    q, k, v = pad_heads(q, k, v)
+    out = _attend_documents(q, k, v, spans=spans, scale=scale, window=window, sinks=sinks)
+    return out if size == out.shape[3] else out[..., :size]
 
 
 def _attend_documents(
-    q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spans: Spans,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     mask = None if window is None else _make_mask(q, window, longest=spans.max_length)
     if not _has_fused_kernel(q, k, v, mask):
         groups = q.shape[2] // k.shape[2]
         k_, v_ = (x.repeat_interleave(groups, dim=2) for x in (k, v))
         if not _has_fused_kernel(q, k_, v_, mask):
-            return written_out(q, k, v, spans=spans, scale=scale, window=window)
+            return attend_spans(q, k, v, spans=spans, scale=scale, window=window)
         k, v = k_, v_
     lengths = spans.lengths.tolist()
     if mask is None and len(set(lengths)) == 1:
@@ -114,7 +130,7 @@ def _attend_documents(
         documents = (_heads_first(x, 1).split(lengths, dim=2) for x in (q, k, v))
         parts = zip(*documents, strict=True)
     outputs = [
-        _call_torch(*chunk, scale=scale)
+        _call_torch(*chunk, scale=scale, sinks=sinks)
         for q_, k_, v_ in parts
         for chunk in _split_chunks(q_, k_, v_, mask)
     ]
@@ -122,7 +138,11 @@ def _attend_documents(
     return (torch.cat(flat) if len(flat) > 1 else flat[0]).view_as(q)
 
 
-def _call_torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
+def _call_torch(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, sinks: Tensor | None
+) -> Tensor:
+    if sinks is not None:
+        return attend_cpu((q, k, v), sinks, mask=mask, scale=scale)
     groups = q.shape[1] // k.shape[1]
     if q.is_cuda and k.shape[2] == 1 and groups > 1:
         # cuDNN takes no single key, and the kernel that does takes no groups of heads (torch 2.13).

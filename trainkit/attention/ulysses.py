@@ -7,6 +7,7 @@ al., "DeepSpeed Ulysses", 2023). The number of heads bounds the number of ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -60,6 +61,7 @@ def _attend(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     attend: Attend,
     axis: Axis,
 ) -> Tensor:
@@ -71,29 +73,81 @@ def _attend(
         scale=scale,
         window=window,
         softcap=softcap,
+        sinks=sinks,
         parts=axis.count,
     )
-    _check_heads(q, k, axis)
-    if k.shape[2] < axis.count:
-        # A rank's query heads all belong to one key head then, which is its only one.
-        copies = axis.count // k.shape[2]
-        k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
-    # One message: for each rank its heads of q, of k and of v.
-    by_rank = [rearrange(x, "b s (n h) d -> b s n (h d)", n=axis.count) for x in (q, k, v)]
-    qkv = torch.cat(by_rank, dim=3).flatten(2, 3)
-    # [B, S, features of this rank's heads]: q, then k, then v.
-    received = all_to_all(qkv, axis, split_dim=2, gather_dim=1)
-    local = received.split([x.shape[3] for x in by_rank], dim=2)
-    q, k, v = (
-        features.unflatten(2, (-1, x.shape[3]))
-        for features, x in zip(local, (q, k, v), strict=True)
-    )
-    out = attend(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap)
+    check_heads(q, k, axis)
+    q, k, v = exchange_heads((q, repeat_heads(k, axis), repeat_heads(v, axis)), axis)
+    if sinks is not None:
+        sinks = sinks.chunk(axis.count)[axis.index]
+    out = attend(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap, sinks=sinks)
     # Back to this rank's tokens, with all heads.
     return all_to_all(out, axis, split_dim=1, gather_dim=2)
 
 
-def _check_heads(q: Tensor, k: Tensor, axis: Axis) -> None:
+def repeat_heads(x: Tensor, axis: Axis, *, dim: int = 2) -> Tensor:
+    """Return heads that are repeated until there is one for each rank of an axis.
+
+    Args:
+        x: Heads along `dim`; the size of the axis divides their number, or is a multiple of it.
+        axis: The ranks.
+        dim: The dimension of heads.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> repeat_heads(torch.ones(1, 2, 3, 4), solo_parallel().ulysses).shape
+        torch.Size([1, 2, 3, 4])
+    """
+    # A rank's query heads all belong to one key head then, which is its only one.
+    heads = x.shape[dim]
+    return x if heads >= axis.count else x.repeat_interleave(axis.count // heads, dim=dim)
+
+
+def exchange_heads(tensors: Sequence[Tensor], axis: Axis) -> list[Tensor]:
+    """Return this rank's heads of all tokens, for its tokens of all heads, in one all-to-all.
+
+    Args:
+        tensors: `[B, S/N, heads, size]` each, of one dtype; N divides their heads.
+        axis: The N ranks.
+
+    Returns:
+        `[B, S, heads/N, size]` each.
+
+    Effects:
+        Communicates on `axis`.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> (out,) = exchange_heads([torch.ones(1, 2, 3, 4)], solo_parallel().ulysses)
+        >>> out.shape
+        torch.Size([1, 2, 3, 4])
+    """
+    # One message: for each rank its heads of the first tensor, of the second, and so on.
+    by_rank = [rearrange(x, "b s (n h) d -> b s n (h d)", n=axis.count) for x in tensors]
+    message = torch.cat(by_rank, dim=3).flatten(2, 3)
+    # [B, S, features of this rank's heads]: those of the first tensor, then of the second, ...
+    received = all_to_all(message, axis, split_dim=2, gather_dim=1)
+    own = received.split([x.shape[3] for x in by_rank], dim=2)
+    return [
+        features.unflatten(2, (-1, x.shape[3])) for features, x in zip(own, tensors, strict=True)
+    ]
+
+
+def check_heads(q: Tensor, k: Tensor, axis: Axis) -> None:
+    """Check that heads can be split over an axis, before anything is sent.
+
+    Args:
+        q: Queries `[B, S, H, D]`, or the values of a delta layer.
+        k: Keys `[B, S, K, D]`.
+        axis: The ranks.
+
+    Raises:
+        ValueError: Their number does not divide H, or neither it and K divides the other.
+
+    Examples:
+        >>> from trainkit.mesh import solo_parallel
+        >>> check_heads(torch.ones(1, 2, 4, 8), torch.ones(1, 2, 2, 8), solo_parallel().ulysses)
+    """
     count = axis.count
     heads = q.shape[2]
     kv_heads = k.shape[2]

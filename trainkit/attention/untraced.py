@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from trainkit.types import Attend, Spans
+AnyAttend = TypeVar("AnyAttend", bound=Callable[..., Any])
+"""The type of attention, or of what stands in its place."""
 
 
-def untraced(attend: Attend, *, recursive: bool = True) -> Attend:
+def untraced(attend: AnyAttend, *, recursive: bool = True) -> AnyAttend:
     """Return the same attention, which `torch.compile` does not trace (one graph break).
 
     Args:
@@ -28,12 +27,10 @@ def untraced(attend: Attend, *, recursive: bool = True) -> Attend:
         True
     """
 
-    def run(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, **options: Any) -> Tensor:
+    def run(*args: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling():
             # Applied here and not as a decorator: it imports torch._dynamo, 1.1 s (torch 2.13).
-            return torch.compiler.disable(attend, recursive=recursive)(
-                q, k, v, spans=spans, **options
-            )
-        return attend(q, k, v, spans=spans, **options)
+            return torch.compiler.disable(attend, recursive=recursive)(*args, **options)
+        return attend(*args, **options)
 
-    return run
+    return cast("AnyAttend", run)

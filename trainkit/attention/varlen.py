@@ -21,6 +21,7 @@ def varlen(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return causal attention inside each span, in one kernel where torch has one.
 
@@ -39,6 +40,7 @@ def varlen(
         scale: The factor of scores; 1 / sqrt(D) by default.
         window: The number of keys that a query attends to at most, including its own.
         softcap: The bound of scores, by tanh.
+        sinks: One more logit in the softmax of each query head, `[H]`; see `add_sink`.
 
     Returns:
         `[B, S, H, E]`, of q's dtype; under autocast of autocast's.
@@ -55,10 +57,12 @@ def varlen(
         >>> torch.equal(varlen(q, k, v, spans=spans), sdpa(q, k, v, spans=spans))
         True
     """
-    q, k, v, scale = check_inputs(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap)
-    if softcap is None and flash_takes(wider(q, v)):
+    q, k, v, scale = check_inputs(
+        q, k, v, spans=spans, scale=scale, window=window, softcap=softcap, sinks=sinks
+    )
+    if softcap is None and sinks is None and flash_takes(wider(q, v)):
         return flash_varlen(q, k, v, spans=spans, scale=scale, window=window)
-    return sdpa(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap)
+    return sdpa(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
 
 def flash_varlen(

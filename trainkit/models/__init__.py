@@ -2,7 +2,8 @@
 
 - `config`: the architecture of a decoder of the Llama, Gemma, GPT-2, Mixtral, DeepSeek-V3 and other
   families, and the shapes of its parameters; `decoder_sizes`: published and small ones by name.
-- `decoder`: its modules, with `layers`, `rotary` and `latent_attention`.
+- `decoder`: its modules, with `layers`, `rotary`, `latent_attention` and
+  `delta_attention`.
 - `experts`: mixture-of-experts layers, with `routers`, and `dispatch` to the ranks of experts.
 - `init_weights`: initial values; `upcycling`: those of a decoder with experts from a dense one.
 - `call`: the call of a model with a batch; `kv_cache`: keys and values of earlier tokens.
@@ -20,6 +21,7 @@ from trainkit.models.call import (
 )
 from trainkit.models.config import (
     DecoderConfig,
+    Delta,
     Experts,
     FeedForward,
     Latents,
@@ -56,6 +58,7 @@ from trainkit.models.upcycling import upcycle_weights
 __all__ = [
     "Decoder",
     "DecoderConfig",
+    "Delta",
     "ExpertMlp",
     "Experts",
     "FeedForward",

@@ -65,6 +65,8 @@ class YarnScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float = 1.0
+    truncate: bool = True
+    """Whether the ends of the ramp are rounded to whole pairs; not in gpt-oss."""
 
     def __attrs_post_init__(self) -> None:
         is_valid = 1 <= self.factor < math.inf and 1 <= self.original_length < math.inf
@@ -278,6 +280,52 @@ class Latents:
 
 
 @attrs.frozen(kw_only=True)
+class Delta:
+    """Layers with the gated delta rule in place of attention (Yang et al., 2024), and their sizes.
+
+    Raises:
+        ConfigError: A value is out of its range, or the key heads do not divide the value heads.
+
+    Examples:
+        >>> delta = Delta(key_heads=16, value_heads=32, key_size=128, value_size=128)
+        >>> delta.layers(8)  # three of four, as in Qwen3-Next
+        [0, 1, 2, 4, 5, 6]
+    """
+
+    key_heads: int = attrs.field(validator=_POSITIVE)
+    """The number of heads of queries and keys, K."""
+
+    value_heads: int = attrs.field(validator=_POSITIVE)
+    """The number of heads of values and of the state, H; K divides it."""
+
+    key_size: int = attrs.field(validator=_POSITIVE)
+    """The size of a head of queries or keys."""
+
+    value_size: int = attrs.field(validator=_POSITIVE)
+    """The size of a head of values."""
+
+    conv: int = attrs.field(default=4, validator=_POSITIVE)
+    """The number of tokens that the convolutions before the rule read."""
+
+    full_every: int = attrs.field(default=4, validator=_POSITIVE)
+    """Layers full_every - 1, 2 * full_every - 1, and so on have attention; all others have the
+    rule."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.value_heads % self.key_heads:
+            raise ConfigError(
+                f"Delta: {self.key_heads} key heads do not divide {self.value_heads} value heads",
+                where="key_heads",
+                got=self.key_heads,
+                want=f"a divisor of {self.value_heads}",
+            )
+
+    def layers(self, layers: int) -> list[int]:
+        """Return the indices of the layers with the rule, in a model of `layers` layers."""
+        return [i for i in range(layers) if (i + 1) % self.full_every]
+
+
+@attrs.frozen(kw_only=True)
 class Experts:
     """The experts that replace the MLP in some layers.
 
@@ -346,6 +394,16 @@ class Experts:
         default=0.0, validator=satisfies(lambda value: 0 <= value < 1, "in [0, 1)")
     )
     """The largest relative noise on a router's input in training; see `add_jitter`."""
+
+    bias: bool = False
+    """Whether the router and the matrices of experts have biases (gpt-oss)."""
+
+    clamp: float | None = attrs.field(default=None, validator=optional(_POSITIVE))
+    """The bound c of the inner values of experts (gpt-oss): with g = min(gate, c) and u = up in
+    [-c, c], their product is (u + 1) * g * sigmoid(sigmoid_scale * g). None for a SwiGLU."""
+
+    sigmoid_scale: float = attrs.field(default=1.702, validator=_POSITIVE)
+    """The factor inside of the sigmoid where there is a `clamp`; 1.702 approximates GELU."""
 
     def __attrs_post_init__(self) -> None:
         try:
@@ -435,6 +493,9 @@ class DecoderConfig:
         score_softcap: c, where a score s becomes c * tanh(s / c) (Gemma 2).
         logit_softcap: The same for logits.
         embedding_scale: The factor of embeddings, rounded to their dtype (Gemma).
+        delta: The layers with the gated delta rule in place of attention (Qwen3-Next).
+        attention_sinks: Whether each head has a learned logit in the denominator of its softmax
+            (gpt-oss); see `attention.add_sink`.
 
     Raises:
         ValueError: A value is out of its range; the message names it.
@@ -473,6 +534,8 @@ class DecoderConfig:
     score_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float | None = None
+    delta: Delta | None = None
+    attention_sinks: bool = False
 
     def __attrs_post_init__(self) -> None:
         for field in ("vocab_size", "width", "layers", "heads", "kv_heads", "mlp_width"):
@@ -492,6 +555,7 @@ class DecoderConfig:
                 "attention_gate",
                 "rotary_dim",
                 "positions",
+                "attention_sinks",
             ):
                 self._require(field, "left out, with latents", ok=not getattr(self, field))
         ok = self.head_dim is None or 1 <= self.head_dim < math.inf
@@ -513,6 +577,13 @@ class DecoderConfig:
         # With `first` or `every` beyond the depth the model would be dense.
         ok = self.experts is None or bool(self.expert_layers)
         self._require("experts", f"in some of the {self.layers} layers", ok=ok)
+        # A window of all layers or of some would say nothing of those without attention.
+        ok = self.delta is None or self.sliding is None
+        self._require("sliding", "left out, with delta layers", ok=ok)
+        ok = self.delta is None or self.latents is None
+        self._require("latents", "left out, with delta layers", ok=ok)
+        ok = self.delta is None or bool(self.delta_layers)
+        self._require("delta", f"in some of the {self.layers} layers", ok=ok)
         self._check_options()
 
     def _check_options(self) -> None:
@@ -595,6 +666,11 @@ class DecoderConfig:
         return [] if self.sliding is None else self.sliding.layers(self.layers)
 
     @property
+    def delta_layers(self) -> list[int]:
+        """The indices of the layers with the gated delta rule in place of attention."""
+        return [] if self.delta is None else self.delta.layers(self.layers)
+
+    @property
     def expert_layers(self) -> list[int]:
         """The indices of the layers that have experts."""
         return [] if self.experts is None else self.experts.layers(self.layers)
@@ -606,6 +682,7 @@ PARTS = {
     "norms": Norms,
     "feed_forward": FeedForward,
     "sliding": Sliding,
+    "delta": Delta,
 }
 """The records inside a `DecoderConfig`, by the field's name."""
 
@@ -628,25 +705,19 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         for half in ("attention", "mlp"):
             block |= _norm_shapes(f"{half}_{name}", width, config)
     attention = _attention_shapes(config)
-    block |= {f"attention.{name}": shape for name, shape in attention.items()}
+    delta: dict[str, tuple[int, ...]] = {}
+    if config.delta is not None:
+        delta = _delta_shapes(config, config.delta)
     mlp = _mlp_shapes("mlp", width, config.mlp_width, config.feed_forward_config)
-    expert_mlp: dict[str, tuple[int, ...]] = {}
-    if experts is not None:
-        # The matrices of all experts are one tensor each, which a grouped product needs.
-        expert_mlp["mlp.router.weight"] = (experts.count, width)
-        expert_mlp["mlp.experts.gate"] = (experts.count, experts.width, width)
-        expert_mlp["mlp.experts.up"] = (experts.count, experts.width, width)
-        expert_mlp["mlp.experts.down"] = (experts.count, width, experts.width)
-        if experts.shared:
-            expert_mlp |= _mlp_shapes("mlp.shared", width, experts.shared, FeedForward())
-        if experts.shared_gate:
-            expert_mlp["mlp.shared_gate.weight"] = (1, width)
+    expert_mlp = {} if experts is None else _expert_shapes(width, experts)
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, width)}
     if config.positions is not None:
         shapes["positions.weight"] = (config.positions, width)
-    # Layers differ in their MLPs alone: a sliding window and rotary positions have no parameters.
+    # A sliding window and rotary positions have no parameters.
     for i in range(config.layers):
-        layer = block | (expert_mlp if i in config.expert_layers else mlp)
+        mixer = delta if i in config.delta_layers else attention
+        layer = block | {f"attention.{name}": shape for name, shape in mixer.items()}
+        layer |= expert_mlp if i in config.expert_layers else mlp
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
     shapes |= _norm_shapes("norm", width, config)
     # A tied model has one matrix for both, under the embedding's name.
@@ -673,6 +744,8 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {f"w{x}.bias": shapes[f"w{x}.weight"][:1] for x in "qkv"}
     if config.out_bias:
         shapes["wo.bias"] = (width,)
+    if config.attention_sinks:
+        shapes["sinks"] = (config.heads,)
     if config.qk_norm:
         # A norm per head has one weight for all heads, a wide one a weight for each element.
         is_wide = config.qk_norm == "wide"
@@ -702,6 +775,46 @@ def _latent_shapes(config: DecoderConfig, latents: Latents) -> dict[str, tuple[i
     if rank is not None:
         shapes["q_latent.weight"] = (rank, width)
         shapes |= _norm_shapes("q_latent_norm", rank, config)
+    return shapes
+
+
+def _delta_shapes(config: DecoderConfig, delta: Delta) -> dict[str, tuple[int, ...]]:
+    keys, values = delta.key_heads * delta.key_size, delta.value_heads * delta.value_size
+    gates = (delta.value_heads, config.width)
+    return {
+        "wq.weight": (keys, config.width),
+        "wk.weight": (keys, config.width),
+        "wv.weight": (values, config.width),
+        "wg.weight": (values, config.width),
+        "wb.weight": gates,
+        "wa.weight": gates,
+        "wa.bias": gates[:1],
+        "wa.log_rate": gates[:1],
+        "q_conv.weight": (keys, delta.conv),
+        "k_conv.weight": (keys, delta.conv),
+        "v_conv.weight": (values, delta.conv),
+        # One weight for all heads, and never an offset: the norm is that of the rule.
+        "gated_norm.weight": (delta.value_size,),
+        "wo.weight": (config.width, values),
+    }
+
+
+def _expert_shapes(width: int, experts: Experts) -> dict[str, tuple[int, ...]]:
+    # The matrices of all experts are one tensor each, which a grouped product needs.
+    shapes: dict[str, tuple[int, ...]] = {
+        "mlp.router.weight": (experts.count, width),
+        "mlp.experts.gate": (experts.count, experts.width, width),
+        "mlp.experts.up": (experts.count, experts.width, width),
+        "mlp.experts.down": (experts.count, width, experts.width),
+    }
+    if experts.bias:
+        shapes["mlp.router.logit_bias"] = (experts.count,)
+        for name in ("gate", "up", "down"):
+            shapes[f"mlp.experts.{name}_bias"] = shapes[f"mlp.experts.{name}"][:2]
+    if experts.shared:
+        shapes |= _mlp_shapes("mlp.shared", width, experts.shared, FeedForward())
+    if experts.shared_gate:
+        shapes["mlp.shared_gate.weight"] = (1, width)
     return shapes
 
 
@@ -761,4 +874,6 @@ def idle_parameters(config: DecoderConfig) -> int:
     if experts is None:
         return 0
     # A SwiGLU has three matrices: gate, up and down.
-    return (experts.count - experts.top_k) * 3 * config.width * experts.width
+    matrices = 3 * config.width * experts.width
+    biases = 2 * experts.width + config.width if experts.bias else 0
+    return (experts.count - experts.top_k) * (matrices + biases)

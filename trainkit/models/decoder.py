@@ -1,10 +1,11 @@
 """One readable decoder for the Llama, Qwen3, Gemma, OLMo 2, GPT-2 and DeepSeek-V3 families.
 
 By default it has RMSNorms before each half of a block, rotary embeddings, grouped-query or latent
-attention, and SwiGLU or experts; the variations of families are options of `DecoderConfig`. Names,
-shapes and the half-split rotary convention are those of Hugging Face, so weights load without
-permuting (except DeepSeek's interleaved rotary pairs). The only buffers are those of routers, so a
-model is built on the meta device and filled box by box. The attention kernel is an argument.
+attention, or the gated delta rule in some layers, and SwiGLU or experts; the variations of families
+are options of `DecoderConfig`. Names, shapes and the half-split rotary convention are those of
+Hugging Face, so weights load without permuting (except DeepSeek's interleaved rotary pairs). The
+only buffers are those of routers, so a model is built on the meta device and filled box by box. The
+attention kernel is an argument.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from trainkit.attention.varlen import varlen
 from trainkit.losses.softmax import gather_words, make_vocabulary_axis
 from trainkit.models.call import RoutingTape
 from trainkit.models.config import DecoderConfig
+from trainkit.models.delta_attention import DeltaAttention
 from trainkit.models.experts import Balance, ExpertMlp, check_tape, preload_
 from trainkit.models.init_weights import init_weights
 from trainkit.models.kv_cache import KVCache
@@ -139,6 +141,8 @@ class Attention(nn.Module):
             self.projections.append("wg")
         # For `bare`, which fuses these products in generation.
         self.joined: Joined = {"projected": self.projections}
+        sinks = torch.empty(config.heads) if config.attention_sinks else None
+        self.sinks = None if sinks is None else nn.Parameter(sinks)
         self.qk_norm = config.qk_norm
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
@@ -167,6 +171,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate_qk(q, k, rotary)
         attend = attend or self.attend
+        if self.sinks is not None:
+            attend = partial(attend, sinks=self.sinks)
         out = attend(
             q,
             k,
@@ -196,7 +202,8 @@ class Block(nn.Module):
         super().__init__()
         self.name = name
         self.dropout = config.dropout
-        self.slides = int(name.rpartition(".")[2]) in config.sliding_layers
+        layer = int(name.rpartition(".")[2])
+        self.slides = layer in config.sliding_layers
         window = config.sliding.window if config.sliding and self.slides else None
         # Norms that this family lacks are identities, which have no parameters to load.
         norm = partial(make_norm, config, config.width)
@@ -205,7 +212,11 @@ class Block(nn.Module):
         self.normed_after = config.norm_config.after
         self.attention_norm = before()
         attention = Attention if config.latents is None else LatentAttention
-        self.attention = attention(config, attend=attend, window=window)
+        self.attention: Attention | LatentAttention | DeltaAttention
+        if layer in config.delta_layers:
+            self.attention = DeltaAttention(config)
+        else:
+            self.attention = attention(config, attend=attend, window=window)
         self.attention_out_norm = after()
         self.mlp_norm = before()
         self.mlp = mlp
@@ -230,9 +241,7 @@ class Block(nn.Module):
         `rotary` has the tables of layers with full attention and of layers with a sliding window.
         With experts the layer's row of `RoutedOutput.sums` is returned as well.
         """
-        attend = None if cache is None else cache.attend(self.name)
-        table = rotary[1] if self.slides else rotary[0]
-        branch = self.attention(self.attention_norm(x), rotary=table, spans=spans, attend=attend)
+        branch = self._attend(self.attention_norm(x), rotary=rotary, spans=spans, cache=cache)
         if self.normed_after:
             branch = self.attention_out_norm(branch)
         # Dropout is on the branch alone: the stream itself keeps every token.
@@ -255,6 +264,21 @@ class Block(nn.Module):
         )
         branch = self.mlp_out_norm(branch)
         return x + _drop(branch, noise_key, of=self, name="mlp", p=self.dropout), sums
+
+    def _attend(
+        self,
+        x: Tensor,
+        *,
+        rotary: tuple[Table | None, Table | None],
+        spans: Spans,
+        cache: KVCache | None,
+    ) -> Tensor:
+        if isinstance(self.attention, DeltaAttention):
+            attend_delta = None if cache is None else cache.attend_delta(self.name)
+            return self.attention(x, spans=spans, attend=attend_delta)
+        attend = None if cache is None else cache.attend(self.name)
+        table = rotary[1] if self.slides else rotary[0]
+        return self.attention(x, rotary=table, spans=spans, attend=attend)
 
 
 # A function: torch.compiler.disable would wrap a module in an OptimizedModule.

@@ -233,14 +233,31 @@ def can_group(rows: Tensor, weight: Tensor) -> bool:
 class ExpertWeights(nn.Module):
     """The weights of the SwiGLUs of all experts: `gate` and `up` `[E, F, D]`, `down` `[E, D, F]`.
 
-    They are uninitialized until a `Weights` function fills them.
+    With biases there are `gate_bias` and `up_bias` `[E, F]`, and `down_bias` `[E, D]`. All are
+    uninitialized until a `Weights` function fills them.
     """
 
-    def __init__(self, experts: int, width: int, inner: int) -> None:
+    def __init__(
+        self,
+        experts: int,
+        width: int,
+        inner: int,
+        *,
+        bias: bool = False,
+        clamp: float | None = None,
+        sigmoid_scale: float = 1.702,
+    ) -> None:
         super().__init__()
+        self.clamp = clamp
+        self.sigmoid_scale = sigmoid_scale
         self.gate = nn.Parameter(torch.empty(experts, inner, width))
         self.up = nn.Parameter(torch.empty(experts, inner, width))
         self.down = nn.Parameter(torch.empty(experts, width, inner))
+        for name in ("gate", "up", "down"):
+            values = torch.empty(getattr(self, name).shape[:2]) if bias else None
+            self.register_parameter(
+                f"{name}_bias", None if values is None else nn.Parameter(values)
+            )
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Map rows `[N, D]`, sorted by expert, to `[N, D]`; every row must have an expert.
@@ -259,8 +276,24 @@ class ExpertWeights(nn.Module):
         device_type = rows.device.type
         if torch.is_autocast_enabled(device_type):
             rows = rows.to(torch.get_autocast_dtype(device_type))
-        gate = nn.functional.silu(self.product("gate", rows, counts))
-        return self.product("down", gate * self.product("up", rows, counts), counts)
+        gate = self._add_bias("gate", self.product("gate", rows, counts), counts)
+        up = self._add_bias("up", self.product("up", rows, counts), counts)
+        if self.clamp is None:
+            inner = nn.functional.silu(gate) * up
+        else:
+            gate = gate.clamp(max=self.clamp)
+            up = up.clamp(-self.clamp, self.clamp)
+            inner = (up + 1) * gate * torch.sigmoid(self.sigmoid_scale * gate)
+        return self._add_bias("down", self.product("down", inner, counts), counts)
+
+    def _add_bias(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
+        bias = getattr(self, f"{name}_bias")
+        if bias is None:
+            return rows
+        # In at least fp32, in which the gradients of an expert's rows are then summed.
+        bias = bias.to(torch.promote_types(bias.dtype, torch.float32))
+        # With the number of rows it does not wait for the device.
+        return rows + bias.repeat_interleave(counts, 0, output_size=len(rows)).to(rows.dtype)
 
     def needs_keys(self) -> bool:
         """Return whether the forward pass takes a noise key for each row; plain weights do not."""
@@ -289,6 +322,8 @@ class Router(nn.Module):
         super().__init__()
         self.experts = experts
         self.weight = nn.Parameter(torch.empty(experts.count, width))
+        logit_bias = torch.empty(experts.count) if experts.bias else None
+        self.logit_bias = None if logit_bias is None else nn.Parameter(logit_bias)
         even = torch.full((experts.count,), 1 / experts.count, dtype=torch.float32)
         self.register_buffer("load", even)
         zeros = torch.zeros(experts.count, dtype=torch.float32) if experts.biased else None
@@ -304,7 +339,8 @@ class Router(nn.Module):
         # fp32 even under autocast: in bf16 close scores are equal, and ties decide the choice.
         dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            logits = nn.functional.linear(x.to(dtype), self.weight.to(dtype))
+            logit_bias = None if self.logit_bias is None else self.logit_bias.to(dtype)
+            logits = nn.functional.linear(x.to(dtype), self.weight.to(dtype), logit_bias)
         config = self.experts
         if config.scores == "softmax":
             routing = softmax_topk(
@@ -346,7 +382,14 @@ class ExpertMlp(nn.Module):
         self.number = number
         self.balance = balance
         self.router = Router(width, experts)
-        self.experts = ExpertWeights(experts.count, width, experts.width)
+        self.experts = ExpertWeights(
+            experts.count,
+            width,
+            experts.width,
+            bias=experts.bias,
+            clamp=experts.clamp,
+            sigmoid_scale=experts.sigmoid_scale,
+        )
         self.shared = Mlp(width, experts.shared) if experts.shared else None
         self.shared_gate = Linear(width, 1, bias=False) if experts.shared_gate else None
         # `parallel.expert_parallel` replaces these by functions with an axis.

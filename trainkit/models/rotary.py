@@ -63,8 +63,10 @@ def _find_unscaled(frequencies: Tensor, scaling: YarnScaling, *, theta: float) -
     first = find_pair(scaling.beta_fast)
     last = find_pair(scaling.beta_slow)
     # The bounds, among them head_dim - 1 and not the last pair, are those of DeepSeek's code.
-    first = max(math.floor(first), 0)
-    last = min(math.ceil(last), head_dim - 1)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first = max(first, 0)
+    last = min(last, head_dim - 1)
     pairs = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
     ramp = (pairs - first) / max(last - first, 1e-3)
     return 1 - ramp.clamp(0, 1)

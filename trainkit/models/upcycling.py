@@ -37,7 +37,7 @@ def upcycle_weights(
 
     Raises:
         ConfigError: There are no experts, their width or number does not fit the MLP, or there is a
-            shared expert, which the dense decoder does not have.
+            shared expert, a bias or a clamp, which the dense decoder does not have.
         ValueError: `weights` has an MLP of another shape, or `noise` is below 0 or not finite.
 
     References:
@@ -105,6 +105,13 @@ def _count_slices(config: DecoderConfig) -> tuple[Experts, int]:
             "dense MLP; set shared to 0",
             where="shared",
             got=experts.shared,
+        )
+    if experts.bias or experts.clamp is not None:
+        raise ConfigError(
+            "upcycle_weights: experts with biases or a clamp cannot be made from a dense MLP, "
+            "which has neither; set bias to False and clamp to None",
+            where="experts",
+            got=(experts.bias, experts.clamp),
         )
     # Each slice is in equally many experts, so that no part of the MLP counts more than another.
     slices, remainder = divmod(config.mlp_width, experts.width)

@@ -572,7 +572,9 @@ def hidden_matrices(stages: Iterable[nn.Module]) -> dict[str, tuple[int, ...] | 
         }
         for path, module in stage.named_modules():
             for name, p in module.named_parameters(path, recurse=False):
-                if p.requires_grad and p.ndim in (2, 3) and id(p) not in excluded:
+                # Experts have a bias each, in one tensor of two dimensions.
+                is_matrix = p.ndim in (2, 3) and not name.endswith("bias")
+                if p.requires_grad and is_matrix and id(p) not in excluded:
                     parts: Any = getattr(module, "parts", None)
                     parts = parts if isinstance(parts, tuple) else None
                     parts_by_name[canonical_name(name)] = parts
@@ -585,8 +587,10 @@ def _is_hidden(path: str, module: nn.Module) -> bool:
         return False
     class_name = type(module).__name__.lower()
     name = path.lower()
+    if isinstance(module, _NOT_HIDDEN) or "conv" in class_name:
+        return False
     is_router = class_name.endswith(("router", "gate")) or name.endswith("router")
     if isinstance(module, nn.Linear) and name.endswith("gate"):
         # The gate of an MLP has about as many outputs as inputs, that of experts one per expert.
         is_router |= 8 * module.out_features < module.in_features
-    return not is_router and not isinstance(module, _NOT_HIDDEN)
+    return not is_router

@@ -20,8 +20,8 @@ def set_attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
     """Return the transform that sets the first attention kernel that supports each layer.
 
     It applies to every submodule with an `Attend` in its attribute `attend` and a `head_size`, such
-    as the decoder's attention. The kernel must support the layer's head size, `window` and
-    `softcap`; layers of one kind share it. `describe_run` reports the choice.
+    as the decoder's attention. The kernel must support the layer's head size, `window`, `softcap`
+    and `sinks`; layers of one kind share it. `describe_run` reports the choice.
 
     Args:
         names: Kernels in order of preference; see `attention.choose_kernel`.
@@ -68,7 +68,8 @@ def set_attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
             softcap = getattr(layer, "softcap", None)
             # Heads of latent attention have keys and values of different sizes.
             head_size: Any = getattr(layer, "widest_head", None) or layer.head_size
-            kind = (window, softcap, head_size)
+            sinks = getattr(layer, "sinks", None) is not None
+            kind = (window, softcap, sinks, head_size)
             if kind not in made:
                 made[kind] = choose_kernel(
                     names,
@@ -76,6 +77,7 @@ def set_attention(names: Sequence[Kernel], *, dtype: torch.dtype) -> Transform:
                     dtype=dtype,
                     window=window,
                     softcap=softcap,
+                    sinks=sinks,
                     head_size=head_size,
                 )
             vars(layer)["attend"] = made[kind].attend

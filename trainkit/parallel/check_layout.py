@@ -132,11 +132,14 @@ def _find_head_problems(layout: Layout, model: DecoderConfig | None) -> Iterator
     if model is None:
         return
     tp, ulysses = layout.tp, layout.ulysses
-    # A tp that divides all four sizes: the advice must not lead to the next message.
-    common = _divisors(model.heads, model.kv_heads, model.mlp_width, model.vocab_size)
+    # A tp that divides all sizes: the advice must not lead to the next message.
+    delta_heads = 0 if model.delta is None else model.delta.key_heads
+    common = _divisors(delta_heads, model.heads, model.kv_heads, model.mlp_width, model.vocab_size)
     resize = f"set tp to {common}, or take another size of model"
     pad = f"round it up to a multiple with models.pad_vocab_size, or set tp to {common}"
     for size, subject, advice in (
+        # They divide the value heads of these layers.
+        (delta_heads, f"{delta_heads} key heads of delta layers do", resize),
         (model.heads, f"{model.heads} heads do", resize),
         (model.kv_heads, f"{model.kv_heads} key and value heads do", resize),
         (model.mlp_width, f"{model.mlp_width} columns of the MLP (mlp_width) do", resize),
@@ -150,25 +153,29 @@ def _find_head_problems(layout: Layout, model: DecoderConfig | None) -> Iterator
                 want=f"a divisor of {size}",
             )
             return  # the advice covers the other sizes
-    heads, kv_heads = model.heads // tp, model.kv_heads // tp
     of_each = "" if tp == 1 else f" of each of tp = {tp} ranks"
-    if heads % ulysses:
-        yield ConfigError(
-            f"{heads} heads{of_each} do not divide by ulysses = {ulysses}; set ulysses to "
-            f"{_divisors(heads)}, and split longer rows with ring",
-            where="ulysses",
-            got=ulysses,
-            want=f"a divisor of {heads}",
-        )
-    # With fewer key heads than ranks, each is repeated on ulysses / kv_heads of them.
-    elif kv_heads % ulysses and ulysses % kv_heads:
-        yield ConfigError(
-            f"{kv_heads} key and value heads{of_each} can neither be split nor repeated over "
-            f"ulysses = {ulysses}; set ulysses to {_divisors(heads, kv_heads)}",
-            where="ulysses",
-            got=ulysses,
-            want=f"a divisor or a multiple of {kv_heads}",
-        )
+    kinds = [("heads", model.heads // tp, "key and value heads", model.kv_heads // tp)]
+    if model.delta is not None:
+        values, keys = model.delta.value_heads // tp, model.delta.key_heads // tp
+        kinds += [("value heads of delta layers", values, "key heads of delta layers", keys)]
+    for name, heads, key_name, key_heads in kinds:
+        if heads % ulysses:
+            yield ConfigError(
+                f"{heads} {name}{of_each} do not divide by ulysses = {ulysses}; set ulysses to "
+                f"{_divisors(heads)}, and split longer rows with ring",
+                where="ulysses",
+                got=ulysses,
+                want=f"a divisor of {heads}",
+            )
+        # With fewer key heads than ranks, each is repeated on ulysses / key_heads of them.
+        elif key_heads % ulysses and ulysses % key_heads:
+            yield ConfigError(
+                f"{key_heads} {key_name}{of_each} can neither be split nor repeated over ulysses = "
+                f"{ulysses}; set ulysses to {_divisors(heads, key_heads)}",
+                where="ulysses",
+                got=ulysses,
+                want=f"a divisor or a multiple of {key_heads}",
+            )
 
 
 def _find_length_problems(

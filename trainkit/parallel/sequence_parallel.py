@@ -8,10 +8,15 @@ the others.
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import nn
 
+from trainkit.attention.attend_delta import attend_delta, ulysses_delta
 from trainkit.attention.ring import ring
+from trainkit.attention.ring_delta import ring_causal_conv, ring_gated_delta
 from trainkit.attention.ulysses import ulysses
+from trainkit.attention.untraced import untraced
 from trainkit.models.experts import check_whole_documents
 from trainkit.parallel.check_modules import refuse_max_norm
 from trainkit.parallel.transforms import Transform
@@ -23,7 +28,8 @@ def sequence_parallel() -> Transform:
 
     Every submodule with an `Attend` in its attribute `attend`, such as the decoder's attention,
     gets one for the layout: Ulysses around the ring, or around its own function if the ring has
-    size 1. The transform changes nothing if both axes have size 1.
+    size 1. So does one with an `AttendDelta` in its attribute `attend_delta`. The transform changes
+    nothing if both axes have size 1.
 
     Returns:
         A transform for `build_stages`. Parameters keep their names.
@@ -45,8 +51,10 @@ def sequence_parallel() -> Transform:
         check_whole_documents(module, "sequence_parallel")
         refuse_max_norm(module, by="sequence_parallel")
         # vars: an attribute of the instance, not a method or a submodule of that name
-        attending = [unit for unit in module.modules() if callable(vars(unit).get("attend"))]
-        if not attending:
+        units = [vars(unit) for unit in module.modules()]
+        attending = [unit for unit in units if callable(unit.get("attend"))]
+        recurrent = [unit for unit in units if callable(unit.get("attend_delta"))]
+        if not attending and not recurrent:
             raise ConfigError(
                 f"sequence_parallel: the layout has ring = {ps.ring.count} and ulysses = "
                 f"{ps.ulysses.count}, but no submodule of {type(module).__name__} has an attribute "
@@ -56,10 +64,13 @@ def sequence_parallel() -> Transform:
                 want="a submodule with an attribute 'attend'",
             )
         for unit in attending:
-            attributes = vars(unit)
             # The ring has kernels of its own; Ulysses takes that of the model.
-            inner = attributes["attend"] if ps.ring.count == 1 else ring(ps.ring)
-            attributes["attend"] = ulysses(inner, ps.ulysses)
+            inner = unit["attend"] if ps.ring.count == 1 else ring(ps.ring)
+            unit["attend"] = ulysses(inner, ps.ulysses)
+        for unit in recurrent:
+            parts = {"conv": ring_causal_conv(ps.ring), "delta": ring_gated_delta(ps.ring)}
+            inner = unit["attend_delta"] if ps.ring.count == 1 else partial(attend_delta, **parts)
+            unit["attend_delta"] = untraced(ulysses_delta(inner, ps.ulysses))
         return module
 
     return Transform(apply, kind="sequence", axes=("ring", "ulysses"))

@@ -77,8 +77,12 @@ STYLES: Mapping[str, ParallelStyle] = MappingProxyType(
         "column": _COLUMN,
         "column_gathered": attrs.evolve(_COLUMN, on_output=partial(all_gather_replicated, dim=-1)),
         "row": _ROW,
+        "heads": ParallelStyle(shard_dims={"weight": 0, "bias": 0, "log_rate": 0}),
         "vocabulary": _VOCABULARY,
         "gather": ParallelStyle(on_input=_gather_sequence, sequence_sharded=True),
+        "gather_heads": ParallelStyle(
+            shard_dims={"sinks": 0}, on_input=_gather_sequence, sequence_sharded=True
+        ),
         "column_inside": attrs.evolve(_COLUMN, on_input=None),
         "column_inside_gathered": attrs.evolve(
             _COLUMN, on_input=None, on_output=partial(all_gather_replicated, dim=-1)
@@ -107,6 +111,7 @@ STYLES: Mapping[str, ParallelStyle] = MappingProxyType(
 | partial | replicated, for a part of the tokens or heads | gradients, once per step |
 | column | a Linear's output features are sharded | the input's gradient is summed |
 | column_gathered | as column | the same, and the output is gathered along its last dimension |
+| heads | one row or more for each head, as of a short convolution, is sharded | nothing |
 | row | a Linear's input features are sharded, its bias is not | the output is summed |
 | vocabulary | an Embedding's rows are sharded | the output is summed |
 | wide_norm | a WideNorm's features are sharded | its sums of squares are summed |
@@ -116,6 +121,7 @@ With hidden states `[B, S / tp, D]` between blocks:
 | style | parameters | what is sent |
 |---|---|---|
 | gather | replicated | the first input is gathered along the sequence |
+| gather_heads | the sinks of heads are sharded | as gather |
 | column_inside | as column, inside a module of style gather | nothing: that gather sums |
 | column_inside_gathered | as column_inside | the output is gathered along its last dimension |
 | row_scattered | as row, the bias partial | the output is summed and scattered |

@@ -76,6 +76,17 @@ LATENT_STYLES: Mapping[str, str] = MappingProxyType(
 latents are gathered instead of the hidden states, which are larger.
 """
 
+DELTA_STYLES: Mapping[str, str] = MappingProxyType(
+    {
+        **DECODER_STYLES,
+        "layers.*.attention.wb": "column_inside",
+        "layers.*.attention.wa": "heads",
+        "layers.*.attention.[qkv]_conv": "heads",
+        "layers.*.attention.gated_norm": "partial",
+    }
+)
+"""The styles of a decoder with delta layers, whose gates and convolutions belong to heads."""
+
 # By the names that the plans of several transformers releases use.
 _HF_STYLES = {
     "colwise": "column",
@@ -242,9 +253,12 @@ def _get_decoder_styles(module: nn.Module) -> Mapping[str, str]:
             where="tp",
         )
     styles = DECODER_STYLES if module.config.latents is None else LATENT_STYLES
+    styles = styles if module.config.delta is None else DELTA_STYLES
     styles = {**styles, "positions": "partial_sliced"}
     if module.config.qk_norm == "wide":
         styles["layers.*.attention.[qk]_norm"] = "wide_norm"
+    if module.config.attention_sinks:
+        styles["layers.*.attention"] = "gather_heads"
     return styles
 
 
@@ -308,8 +322,10 @@ def _check_module(
         )
     for key in style.shard_dims:
         _check_is_parameter(module, key, name, pattern=pattern)
-    # Attention needs whole heads: their number must divide, not only the number of rows.
+    # Attention needs whole heads: their number must divide, not only the number of rows. Attention
+    # itself has an element for each head.
     size = _head_size(module) or _head_size(modules.get(name.rpartition(".")[0]))
+    size = None if "sinks" in style.shard_dims else size
     for key, parameter in module.named_parameters(recurse=False):
         dim = style.shard_dims.get(key)
         if dim is None:

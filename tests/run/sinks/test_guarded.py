@@ -348,31 +348,29 @@ class Mlflow:
     """A stand-in for MLflow's client and its server, which keeps what it was sent."""
 
     def __init__(self):
-        self.entities = types.SimpleNamespace(
-            Metric=lambda key, value, _, step: (key, value, step),
-            Param=lambda key, value: (key, value),
-        )
+        self.entities = types.SimpleNamespace(Metric=lambda key, value, _, step: (key, value, step))
         self.MlflowException = RuntimeError
         self.MlflowClient = lambda: self
         self.experiments, self.runs = set(), {}
         self.requests = []
 
-    def get_tracking_uri(self):
-        return "http://127.0.0.1:5000"
+    def is_tracking_uri_set(self):
+        return True
 
     def get_experiment_by_name(self, name):
         return types.SimpleNamespace(experiment_id=name) if name in self.experiments else None
 
     def create_experiment(self, name):
+        if name in self.experiments:
+            raise self.MlflowException
         self.experiments.add(name)
 
-    def search_runs(self, experiments, text, *, max_results):
+    def search_runs(self, experiments, text):
         found = [run for run in self.runs.values() if run.experiment in experiments]
         identity = re.fullmatch("tags.`trainkit.run` = '(.*)'", text)[1]
-        return [run for run in found if run.tags["trainkit.run"] == identity][:max_results]
+        return [run for run in found if run.tags["trainkit.run"] == identity]
 
-    def create_run(self, experiment, start_time, tags, run_name):
-        del start_time
+    def create_run(self, experiment, *, tags, run_name):
         run_id = str(len(self.runs))
         self.runs[run_id] = types.SimpleNamespace(
             experiment=experiment,
@@ -385,12 +383,15 @@ class Mlflow:
         )
         return self.runs[run_id]
 
-    def log_batch(self, run_id, *, metrics=(), params=()):
+    def log_params(self, params, *, run_id):
+        before = self.runs[run_id].data.params
+        assert before.items() <= params.items(), "a parameter keeps its value"
+        before.update({name: str(value) for name, value in params.items()})
+
+    def log_batch(self, run_id, metrics):
         run = self.runs[run_id]
         self.requests.append({step for _, _, step in metrics})
         assert len(metrics) <= 1000, "the library would send them in several requests"
-        assert not run.data.params.keys() & dict(params), "a parameter is written once"
-        run.data.params.update(params)
         for name, value, step in metrics:
             assert re.fullmatch(r"[/\w.\- :]+", name)
             run.rows.append((step, name, value))
@@ -467,15 +468,15 @@ def test_mlflow_gets_lines_together_and_late_ones_too(tmp_path, mlflow, monkeypa
     batches, log_batch = [], mlflow.log_batch
     monkeypatch.setattr(time, "monotonic", lambda: next(clock, 2.0))
 
-    def count(run_id, *, metrics=(), params=()):
+    def count(run_id, metrics):
         batches.append(len(metrics))
-        log_batch(run_id, metrics=metrics, params=params)
+        log_batch(run_id, metrics)
 
     mlflow.log_batch = count
     with open_mlflow(tmp_path) as sink:
         for step in (1, 2, 3, 4):
             sink(step, {"loss": 1.0})
-    assert batches == [0, 6, 2]  # the parameters, a second, the end
+    assert batches == [6, 2]  # a second, the end
 
 
 @pytest.mark.case("W1", "W8")
@@ -492,10 +493,10 @@ def test_mlflow_that_fails_costs_one_warning(place, hangs, mlflow, tmp_path, req
     assert warning.startswith(f"the sink 'mlflow' {'has not ended' if hangs else off}")
 
 
-def test_mlflow_s_client_alone_asks_for_a_server(tmp_path, mlflow, monkeypatch):
-    mlflow.get_tracking_uri = lambda: "sqlite:///mlflow.db"
-    monkeypatch.setattr("importlib.util.find_spec", returning(None))
-    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_URI"), open_mlflow(tmp_path):
+def test_mlflow_asks_where_its_server_is(tmp_path, mlflow):
+    """Its default, a database in the working directory, is another one for a requeued run."""
+    mlflow.is_tracking_uri_set = lambda: False
+    with pytest.raises(ConfigError, match="set MLFLOW_TRACKING_URI"), open_mlflow(tmp_path):
         pytest.fail("it was opened")
 
 

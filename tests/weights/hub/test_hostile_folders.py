@@ -26,6 +26,12 @@ NAME = "model.layers.0.self_attn.q_proj.weight"
 OLD = {"rope_parameters": None}
 RARE_KEYS = ("rope_scaling", "rope_parameters", "sliding_window", "layer_types", "auto_map")
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+NVFP4 = {
+    "quant_method": "compressed-tensors",
+    "format": "nvfp4-pack-quantized",
+    "config_groups": {"group_0": {"weights": {"type": "float", "num_bits": 4}}},
+}
 INDEX = "model.safetensors.index.json"
 
 
@@ -145,6 +151,11 @@ def test_every_problem_of_a_config_is_told_at_once(folder):
         ({"quantization_config": FP8 | {"fmt": "e5m2"}}, "fmt is 'e5m2'; only fp8"),
         ({"quantization_config": FP8 | {"weight_block_size": [0, 8]}}, r"is \[0, 8\]; only fp8"),
         ({"quantization_config": "fp8"}, "quant_method is None; only fp8"),
+        ({"quantization_config": MODELOPT | {"quant_algo": "W4A8_AWQ"}}, "quant_algo is 'W4A8_AWQ"),
+        ({"quantization_config": NVFP4 | {"format": "pack-quantized"}}, "format is 'pack-quanti"),
+        ({"quantization_config": NVFP4 | {"transform_config": {"R1": {}}}}, "transform_config is"),
+        ({"quantization_config": NVFP4 | {"sparsity_config": [1]}}, "sparsity_config is"),
+        ({"quantization_config": NVFP4 | {"config_groups": {"g": {"weights": [4]}}}}, "config_gro"),
         (
             {"auto_map": {"AutoModel": "modeling_llama.LlamaModel", "AutoConfig": "evil.E"}},
             "code of",

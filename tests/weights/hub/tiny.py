@@ -183,6 +183,27 @@ ROWS = {
     ),
 }
 
+# Every option as published, in a small size: yarn without whole bounds, sinks, windows by turns.
+OF_GPT_OSS = {
+    "num_hidden_layers": 3,
+    "head_dim": 12,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 6,
+    "swiglu_limit": 1.0,
+    "rope_parameters": {**YARN["rope_parameters"], "truncate": False},
+}
+ROWS |= {
+    "gpt_oss": ("GptOss", OF_GPT_OSS),
+    "gpt_oss, tied, no biases of attention, all see": (
+        "GptOss",
+        OF_GPT_OSS
+        | PLAIN
+        | {"tie_word_embeddings": True, "attention_bias": False, "swiglu_limit": 7.0}
+        | {"layer_types": ["full_attention"] * 3},
+    ),
+}
+
 # What the first row of a family, or another row, shows as well where a family's map or its layers
 # are not the claim: heads of another width, tied or joined matrices, biases, caps, scores.
 BESIDE = {

@@ -617,6 +617,7 @@ def _make_window_batch(text: _Text, context: int, previous: KVCache | None) -> d
         slots=slots,
         last=torch.from_numpy(np.cumsum(lengths) - 1).to(device),
         seen=seen,
+        # States of delta layers are computed anew; they need no slots.
         keys={} if previous is None else previous.keys,
         values={} if previous is None else previous.values,
     )

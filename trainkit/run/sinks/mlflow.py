@@ -7,18 +7,13 @@ import importlib
 import re
 import time
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from trainkit.files import flatten_table
-from trainkit.run.sinks.rising import send_once
+from trainkit.run.sinks.rising import group_requests, send_once
 from trainkit.types import ConfigError, Sink, needs_extra
 from trainkit.weights.checkpoint.run_id import get_run_id
-
-_SECONDS = 1.0  # between two requests
-_MOST_METRICS = 1000  # of a request; MLflow's client sends more in several
-_MOST_CHARACTERS = 6000  # of a parameter, as MLflow's servers take it
 
 
 @contextlib.contextmanager
@@ -44,13 +39,11 @@ def open_mlflow(
             server has keeps its first value. Nothing of the environment is sent.
 
     Raises:
-        ConfigError: The library mlflow is missing, or MLFLOW_TRACKING_URI, where only its client
-            is installed.
+        ConfigError: The library mlflow is missing, or MLFLOW_TRACKING_URI.
 
     Effects:
-        Talks to the server of MLFLOW_TRACKING_URI, with the credentials that MLflow finds. Without
-        that variable, a whole `mlflow` writes into the working directory. The library reports its
-        use to its authors unless MLFLOW_DISABLE_TELEMETRY is true.
+        Talks to the server of MLFLOW_TRACKING_URI, with the credentials that MLflow finds. The
+        library reports its use to its authors unless MLFLOW_DISABLE_TELEMETRY is true.
 
     Examples:
         >>> from functools import partial
@@ -58,64 +51,39 @@ def open_mlflow(
     """
     with needs_extra("mlflow"):
         library = importlib.import_module("mlflow")
-    if library.get_tracking_uri().startswith("sqlite:") and not find_spec("sqlalchemy"):
+    # MLflow's default is a database in the working directory, which a requeued run may not find.
+    if not library.is_tracking_uri_set():
         raise ConfigError(
-            "open_mlflow: the client of MLflow alone writes no database: set MLFLOW_TRACKING_URI "
-            "to a server, or pip install mlflow",
+            "open_mlflow: set MLFLOW_TRACKING_URI to a server, as http://127.0.0.1:5000, or to a "
+            "database, as sqlite:////runs/mlflow.db, which needs pip install mlflow",
             where="--sinks mlflow",
         )
     client = library.MlflowClient()
-    run = _find_run(library, client, Path(run_dir), project)
+    with contextlib.suppress(library.MlflowException):  # it is there
+        client.create_experiment(project)
+    home = client.get_experiment_by_name(project).experiment_id
+    tags = {"trainkit.run": get_run_id(run_dir)["run"]}
+    found = client.search_runs([home], f"tags.`trainkit.run` = '{tags['trainkit.run']}'")
+    name = Path(run_dir).absolute().name
+    run = found[0] if found else client.create_run(home, tags=tags, run_name=name)
     run_id = run.info.run_id
-    facts = {_fit_name(name): str(value) for name, value in flatten_table(config or {})}
-    new = [(name, facts[name][:_MOST_CHARACTERS]) for name in facts if name not in run.data.params]
-    client.log_batch(run_id, params=[library.entities.Param(*pair) for pair in new])
     client.update_run(run_id, status="RUNNING")
-    waiting: list[Any] = []
-    sent = time.monotonic()
-
-    def flush() -> None:
-        nonlocal sent
-        metrics = waiting.copy()
-        waiting.clear()  # before: what the server refuses is not sent again
-        client.log_batch(run_id, metrics=metrics)
-        sent = time.monotonic()
-
-    def send(step: int, numbers: Mapping[str, Any]) -> None:
-        now = int(time.time() * 1000)
-        metrics = [
-            library.entities.Metric(_fit_name(name), value, now, step)
-            for name, value in {**numbers, "step": step}.items()
-        ]
-        # A step is in one request: of a run that is killed the server has all of it, or nothing.
-        if len(waiting) + len(metrics) > _MOST_METRICS:
-            flush()
-        waiting.extend(metrics)
-        if time.monotonic() - sent >= _SECONDS:
-            flush()
-
+    params = {_fit_name(name): value for name, value in flatten_table(config or {})}
+    library.log_params(params | run.data.params, run_id=run_id)
     status = "FAILED"
     try:
-        yield send_once(send, max(step, int(run.data.metrics.get("step", 0))))
-        status = "FINISHED"
+        # A step is in one request: of a run that is killed the server has all of it, or nothing.
+        with group_requests(lambda rows: client.log_batch(run_id, rows), most=1000) as add:
+
+            def send(step: int, numbers: Mapping[str, float]) -> None:
+                make, now = library.entities.Metric, int(time.time() * 1000)
+                values = {**numbers, "step": step}
+                add([make(_fit_name(name), values[name], now, step) for name in values])
+
+            yield send_once(send, max(step, int(run.data.metrics.get("step", 0))))
+            status = "FINISHED"
     finally:
-        try:
-            flush()
-        finally:
-            client.set_terminated(run_id, status)
-
-
-def _find_run(library: Any, client: Any, run_dir: Path, project: str) -> Any:
-    experiment = client.get_experiment_by_name(project)
-    if experiment is None:
-        with contextlib.suppress(library.MlflowException):  # another run has created it meanwhile
-            client.create_experiment(project)
-        experiment = client.get_experiment_by_name(project)
-    identity = get_run_id(run_dir)["run"]
-    home = experiment.experiment_id
-    found = client.search_runs([home], f"tags.`trainkit.run` = '{identity}'", max_results=1)
-    name = run_dir.absolute().name
-    return found[0] if found else client.create_run(home, None, {"trainkit.run": identity}, name)
+        client.set_terminated(run_id, status)
 
 
 def _fit_name(name: str) -> str:

@@ -1,8 +1,10 @@
-"""Servers that cannot take a step back: each step is sent once, in rising order."""
+"""Servers that cannot take a step back: each step is sent once, in rising order, in one request."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from trainkit.run.sinks.jsonl import is_more
@@ -41,3 +43,48 @@ def send_once(send: Sink, last_sent: int) -> Sink:
             last_sent = step
 
     return write
+
+
+@contextlib.contextmanager
+def group_requests(
+    send: Callable[[list[Any]], Any], *, most: int, seconds: float = 1.0
+) -> Iterator[Callable[[list[Any]], None]]:
+    """Yield a function that takes rows, and sends those of some time in one request.
+
+    Rows that are given together stay together: of a process that is killed the server has all of
+    them, or nothing. What waits at the end of the block is sent then.
+
+    Args:
+        send: Called with the rows of a request. What it refuses is not sent again.
+        most: How many rows a request may have, unless one call gives more.
+        seconds: The time between two requests, except those that are full.
+
+    Examples:
+        >>> with group_requests(print, most=3) as add:
+        ...     for row in "abc":
+        ...         add([row, row.upper()])
+        ['a', 'A']
+        ['b', 'B']
+        ['c', 'C']
+    """
+    waiting: list[Any] = []
+    sent = time.monotonic()
+
+    def flush() -> None:
+        nonlocal sent
+        rows = waiting.copy()
+        waiting.clear()  # before: what the server refuses is not sent again
+        send(rows)
+        sent = time.monotonic()
+
+    def add(rows: list[Any]) -> None:
+        if len(waiting) + len(rows) > most:
+            flush()
+        waiting.extend(rows)
+        if time.monotonic() - sent >= seconds:
+            flush()
+
+    try:
+        yield add
+    finally:
+        flush()

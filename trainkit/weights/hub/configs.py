@@ -104,7 +104,17 @@ _NULLABLE = frozenset(
     {"head_dim", "kv_heads", "latents.query_rank", "score_softcap", "logit_softcap"}
 )
 _BOOLEANS = frozenset({"tied", "experts.renormalize", "qkv_bias", "qk_norm", "feed_forward.bias"})
-_FLOATS = frozenset({"norm_eps", "experts.scale", "query_scalar", "score_softcap", "logit_softcap"})
+_FLOATS = frozenset(
+    {
+        "norm_eps",
+        "experts.scale",
+        "experts.clamp",
+        "experts.sigmoid_scale",
+        "query_scalar",
+        "score_softcap",
+        "logit_softcap",
+    }
+)
 # A config.json is not trusted: links are made for every layer and every expert before any tensor
 # is read, and a large number must not fill the memory.
 _MAX_VALUES = {"layers": 4096, "experts.count": 65536}

@@ -47,6 +47,7 @@ class Family:
         only: The allowed values of keys; the first is written.
         ignored_keys: Keys that do not change what a decoder computes.
         ropes: The supported types of rotary positions; empty for learned positions.
+        needs_rope: Whether a file must have a table of rotary positions.
         windows: The fields of `Sliding` except the window, for files without `layer_types`; a text
             is the key that has the value. None if the family has no sliding windows.
         local_rope: Whether sliding layers have a rotary theta of their own.
@@ -65,6 +66,7 @@ class Family:
     only: Mapping[str, Sequence[Any]] = attrs.field(factory=dict)
     ignored_keys: frozenset[str] = frozenset()
     ropes: Sequence[str] = ("default", "linear", "llama3", "yarn")
+    needs_rope: bool = False
     windows: Mapping[str, int | str] | None = None
     local_rope: bool = False
     names: Callable[[DecoderConfig], Mapping[str, HFTensor]]
@@ -623,6 +625,63 @@ _GLM4_MOE = Family(
 )
 
 
+_GPT_OSS_JOINED = {"gate": (2, 0), "up": (2, 1)}
+_GPT_OSS_NAMES = _block(
+    {
+        "attention.sinks": "self_attn.sinks",
+        "mlp.router.weight": "mlp.router.weight",
+        "mlp.router.logit_bias": "mlp.router.bias",
+        # All experts in one tensor, whose matrices are [in, out]; columns of `gate` and `up` take
+        # turns.
+        **{
+            f"mlp.experts.{x}": HFTensor("mlp.experts.gate_up_proj", transposed=True, every=every)
+            for x, every in _GPT_OSS_JOINED.items()
+        },
+        **{
+            f"mlp.experts.{x}_bias": HFTensor("mlp.experts.gate_up_proj_bias", every=every)
+            for x, every in _GPT_OSS_JOINED.items()
+        },
+        "mlp.experts.down": HFTensor("mlp.experts.down_proj", transposed=True),
+        "mlp.experts.down_bias": "mlp.experts.down_proj_bias",
+    }
+)
+
+# "gpt-oss-120b & gpt-oss-20b Model Card" (OpenAI, 2025): attention sinks, windows in every other
+# layer, experts with biases and clamped inner values.
+_GPT_OSS = Family(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    keys={
+        **_KEYS,
+        "intermediate_size": ("mlp_width", "experts.width"),
+        "num_local_experts": "experts.count",
+        "num_experts_per_tok": "experts.top_k",
+        "attention_bias": ("qkv_bias", "out_bias"),
+        "swiglu_limit": "experts.clamp",
+        "swiglu_alpha": "experts.sigmoid_scale",
+    },
+    aliases={"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
+    defaults={
+        **_DEFAULTS,
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rope_theta": 150_000.0,
+        "attention_bias": True,
+        "swiglu_limit": 7.0,
+        "swiglu_alpha": 1.702,
+        "sliding_window": 128,
+    },
+    fixed={"attention_sinks": True, "experts.bias": True},
+    only=_SILU,
+    ignored_keys=frozenset({"initial_context_length"}),
+    ropes=("default", "linear", "llama3", "yarn"),
+    needs_rope=True,
+    windows={"full_every": 2},
+    names=lambda _: _NAMES | _GPT_OSS_NAMES,
+)
+
+
 FAMILIES = (
     _LLAMA,
     _MISTRAL,
@@ -637,5 +696,6 @@ FAMILIES = (
     _QWEN3_MOE,
     _DEEPSEEK_V3,
     _GLM4_MOE,
+    _GPT_OSS,
 )
 """Every family; of those that compute the same, the first is what is written."""

@@ -20,7 +20,7 @@ from trainkit.models.decoder_sizes import pad_vocab_size
 from trainkit.parallel.materialize import attach_shapes
 from trainkit.parallel.name_patterns import match_any
 from trainkit.parallel.parameters import COPY_SUFFIX, get_local_box
-from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights
+from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights, log_warning
 from trainkit.weights.checkpoint.boxes import FLOATS, get_parameter_name, shorten
 from trainkit.weights.checkpoint.bucket_runs import fetch_model
 from trainkit.weights.checkpoint.manifest import MANIFEST
@@ -40,14 +40,12 @@ from trainkit.weights.hub.links import (
     make_links,
     map_weights,
 )
-from trainkit.weights.hub.quantized import SCALES, dequantize_weights, find_scales
+from trainkit.weights.hub.quantized import QuantizedTensor, dequantize_weights, find_quantized
 from trainkit.weights.hub.resize import resize_weights
 
 CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 4 * 1024 * 1024  # some files list thousands of labels
 _ROWS_PER_READ = 4096
-# The key of `quantization_config` with the rows and the columns of a block in fp8.
-_BLOCK = "weight_block_size"
 
 
 T = TypeVar("T")
@@ -249,10 +247,11 @@ def _check_shapes(folder: HFFolder) -> None:
     A model of the sizes of a wrong config.json might not fit into memory.
     """
     try:
-        tensors = add_model_prefix(_describe_files(folder.path), folder.family, folder.config)
+        stored = add_model_prefix(_describe_files(folder.path), folder.family, folder.config)
     except CheckpointError:  # `load_folder_weights` reports problems with the files
         return
     expected = get_foreign_shapes(make_family_links(folder.family, folder.config))
+    _, tensors, _ = find_quantized(stored, expected, folder.values.get("quantization_config"))
     problems = [
         f"{name} is {tuple(tensors[name].shape)}, and would be {shape}"
         for name, shape in expected.items()
@@ -330,8 +329,8 @@ def open_folder_weights(
 
     `build_stages(..., weights=open_folder_weights(open_folder(path), axis=ps.world))` fills the
     shards of every rank from it, in any layout; a rank reads only its own shards. The folder must
-    be complete, with the shapes of its `config.json`, in floating point. Matrices in fp8 with a
-    scale for each block are dequantized to fp32.
+    be complete, with the shapes of its `config.json`, in floating point. Matrices that are
+    quantized, by one of `quantized.METHODS`, are dequantized to fp32.
 
     Args:
         folder: The folder.
@@ -350,7 +349,8 @@ def open_folder_weights(
             missing, extra, of another shape or not in floating point are named.
 
     Effects:
-        Reads the headers of the files; communicates on `axis`.
+        Reads the headers of the files; communicates on `axis`; one rank warns that what was
+        quantized is stored dequantized (`log_warning`).
 
     Examples:
         >>> import json, tempfile
@@ -456,56 +456,57 @@ def _check_folder(
     """Return a function that reads our tensors, and the names of those that are incomplete."""
     links = make_family_links(folder.family, folder.config)
     # Filled by `check`, which returns nothing: what it returned would travel to the other ranks.
-    tensors: dict[str, Stored] = {}
-    scales: dict[str, Stored] = {}
+    stored: dict[str, Stored] = {}
+    quantized: dict[str, QuantizedTensor] = {}
 
     def check() -> None:
         all_tensors = add_model_prefix(_describe_files(folder.path), folder.family, folder.config)
-        used, used_scales = _select_tensors(
-            folder, links, all_tensors, allow_missing=allow_missing, allow_extra=allow_extra
+        stored.update(all_tensors)
+        quantized.update(
+            _find_quantized(
+                folder, links, all_tensors, allow_missing=allow_missing, allow_extra=allow_extra
+            )
         )
-        tensors.update(used)
-        scales.update(used_scales)
         # A tied model may come with a head all the same; the embedding is used.
         names = {*_get_end_names(folder.family, folder.config)}
         # Reads the embedding and the head completely, so one rank does it for all.
         if axis.index == 0 and folder.config.tied and names <= all_tensors.keys():
             _check_tied(folder, all_tensors)
+        if axis.index == 0 and quantized:
+            log_warning(
+                f"{folder.path}: {len(quantized)} quantized tensors are read dequantized, and a "
+                "model that starts from them is stored unquantized; "
+                "`python -m trainkit export RUN FOLDER --dtype bfloat16` writes it in bf16"
+            )
 
     run_on_all_ranks(check, axis)
     # One of ours may be made of several of theirs: it is incomplete without any of them.
-    absent = {link.ours.name for link in links if link.theirs.name not in tensors}
+    names = stored.keys() | quantized.keys()
+    absent = {link.ours.name for link in links if link.theirs.name not in names}
     # Their tensors, dequantized, then the map to ours: each wraps the one before, box by box.
-    read: Weights = make_weights_reader(tensors | {name + SCALES: x for name, x in scales.items()})
-    if scales:
-        read = dequantize_weights(read, [*scales], folder.values["quantization_config"][_BLOCK])
+    read = dequantize_weights(make_weights_reader(stored), quantized)
     return map_weights(read, links, get_decoder_shapes(folder.config)), absent
 
 
-def _select_tensors(
+def _find_quantized(
     folder: HFFolder,
     links: Sequence[Link],
     tensors: Mapping[str, Stored],
     *,
     allow_missing: Sequence[str],
     allow_extra: Sequence[str],
-) -> tuple[dict[str, Stored], dict[str, Stored]]:
-    """Return the tensors of a folder's model and the scales of those in fp8, or raise."""
+) -> dict[str, QuantizedTensor]:
+    """Return the quantized tensors of a folder; raise if its tensors are not those of its model."""
     expected = get_foreign_shapes(links)
-    quantization = folder.values.get("quantization_config")
-    scales: dict[str, Stored] = {}
-    problems: list[str] = []
-    if quantization:
-        scales, problems = find_scales(tensors, [*expected], quantization[_BLOCK])
-    scale_names = {name + SCALES for name in scales}
+    table = folder.values.get("quantization_config")
+    quantized, plain, problems = find_quantized(tensors, expected, table)
     problems += find_folder_problems(
-        {name: x for name, x in tensors.items() if name not in scale_names},
+        plain,
         links,
         folder.family,
         folder.config,
         allow_missing=allow_missing,
         allow_extra=allow_extra,
-        no_floats=[*scales],
     )
     # float16 and bfloat16 have equally many bytes: a wrong label gives wrong numbers.
     dtype = folder.values.get("dtype") or folder.values.get("torch_dtype")
@@ -530,7 +531,7 @@ def _select_tensors(
             got=problems,
             hint="allow_missing= and allow_extra= take patterns of names to ignore",
         )
-    return {name: tensors[name] for name in expected if name in tensors}, scales
+    return quantized
 
 
 def find_folder_problems(
@@ -541,7 +542,6 @@ def find_folder_problems(
     *,
     allow_missing: Sequence[str] = (),
     allow_extra: Sequence[str] = (),
-    no_floats: Sequence[str] = (),
 ) -> list[str]:
     """Return the problems of tensors: missing, extra, of another shape, not in floating point.
 
@@ -552,7 +552,6 @@ def find_folder_problems(
         config: The decoder.
         allow_missing: Patterns of names that may be missing.
         allow_extra: Patterns of names to ignore.
-        no_floats: Names of tensors that may have another dtype.
 
     Examples:
         >>> config = DecoderConfig(
@@ -576,7 +575,7 @@ def find_folder_problems(
     problems += [
         f"{name} is of {tensors[name].dtype}, no floating point"
         for name in expected
-        if name in tensors and tensors[name].dtype not in FLOATS and name not in no_floats
+        if name in tensors and tensors[name].dtype not in FLOATS
     ]
     # Buffers that old versions of `transformers` saved, and layers that only training has.
     ignored = [pattern.format(layers=config.layers) for pattern in family.ignored_tensors]

@@ -27,7 +27,9 @@ class HFTensor:
     Attributes:
         name: The name of the tensor there. `{e}` in it is the index of an expert: one tensor each.
         fused: Several of our tensors are rows of `name`, in the order of the table.
-        transposed: Its two dimensions are exchanged.
+        transposed: Its last two dimensions are exchanged.
+        every: (n, i) if its rows are every n-th row there, from row i on. Rows are the dimension
+            after that of experts.
         interleaved: The property of a `DecoderConfig` with the number of rows of a head. The two
             rows of a rotary pair, in the last `rotary_size` of them, are neighbors there; here they
             are in the two halves.
@@ -40,6 +42,7 @@ class HFTensor:
     name: str
     fused: bool = False
     transposed: bool = False
+    every: tuple[int, int] | None = None
     interleaved: str | None = None
 
 
@@ -152,11 +155,14 @@ def _link_tensor(
     # The expert's index is fixed by the offset, and no dimension of the link.
     our_dims = tuple(dim + len(expert) for dim in dims)
     ours = StridedBox(name, (*expert, *zeros), our_dims, ones)
-    their_dims = dims[::-1] if there.transposed else dims
+    their_dims = (*dims[:-2], *dims[:-3:-1]) if there.transposed else dims
+    steps = list(ones)
     offset = list(zeros)
     offset[their_dims[0]] = start  # rows are counted on our side; there they may be columns
+    if there.every is not None:
+        steps[1], offset[their_dims[1]] = there.every
     their_name = there.name.format(e=expert[0]) if expert else there.name
-    return Link(shape, ours, StridedBox(their_name, tuple(offset), their_dims, ones))
+    return Link(shape, ours, StridedBox(their_name, tuple(offset), their_dims, tuple(steps)))
 
 
 def _link_heads(

@@ -109,6 +109,11 @@ def read_rope(values: Mapping[str, Any], family: Family, problems: list[str]) ->
     # A file may have the old form, the new one, or both with equal entries.
     forms = [values.get(key) for key in ("rope_scaling", "rope_parameters")]
     tables = [form for form in forms if form is not None]
+    if family.needs_rope and not tables:
+        problems.append(
+            "rope_parameters are missing: without them transformers scales rotary positions by a "
+            "default of its own"
+        )
     if not all(isinstance(table, dict) for table in tables):
         problems.append("rope_scaling or rope_parameters is no table")
         return {}
@@ -178,10 +183,6 @@ def _read_scaling(
         options["original_max_position_embeddings"] = length
     options |= {key: rope.pop(key) for key in _OPTIONS[rope_type] & rope.keys()}
     wrong = [f"rope: {key} is an unknown key" for key in rope]
-    # The bounds of YaRN's ramp are rounded to whole dimensions here, which `truncate` switches off.
-    truncate = options.pop("truncate", True)
-    if truncate is not True:
-        wrong.append(f"rope: truncate is {short_repr(truncate)}, not true")
     # Phi's files give both lengths in place of their quotient.
     if rope_type == "longrope" and options["factor"] is None:
         is_known = is_number(full_length) and is_number(length) and length > 0
@@ -203,6 +204,9 @@ def _find_option_problem(key: str, value: Any) -> str | None:
     if key in ("short_factor", "long_factor"):
         is_list = isinstance(value, list) and all(map(is_number, value))
         return None if is_list else f"rope: {key} is {short_repr(value)}, no list of numbers"
+    if key == "truncate":
+        is_bool = isinstance(value, bool)
+        return None if is_bool else f"rope: truncate is {short_repr(value)}, not true or false"
     if is_number(value) or (value is None and key in _YARN_KEYS):
         return None
     return f"rope: {key} is {short_repr(value)}, no number"
@@ -270,6 +274,7 @@ def _make_yarn(options: Mapping[str, Any], *, has_latents: bool) -> YarnScaling:
         beta_fast=float(options.get("beta_fast") or 32),  # the defaults of the paper
         beta_slow=float(options.get("beta_slow") or 1),
         mscale=mscale,
+        truncate=options.get("truncate", True),
     )
 
 
@@ -302,6 +307,7 @@ def _write_scaling(config: DecoderConfig) -> dict[str, Any]:
                 "original_max_position_embeddings": scaling.original_length,
                 "beta_fast": scaling.beta_fast,
                 "beta_slow": scaling.beta_slow,
+                "truncate": scaling.truncate,
             }
             if config.latents is not None:
                 return {**values, "mscale": scaling.mscale, "mscale_all_dim": scaling.mscale}
