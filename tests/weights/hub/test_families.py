@@ -484,3 +484,32 @@ def test_a_transposed_and_joined_tensor_comes_back():
     stored |= {name: ours(name, shape, (0, 0)) for name, shape in shapes.items()}
     back = map_weights(cut, [link.swap_sides() for link in links], {"qk": (2, 7)})
     assert torch.equal(back("qk", (2, 4), (0, 2)), whole[:, 2:6])
+
+
+def test_parts_that_take_turns_come_back():
+    """Two heads of queries and gates, of 3 rows each, and channels of convolutions, [C, 1, W]."""
+    shapes = {"q": (6, 2), "g": (6, 2), "a": (2, 4), "b": (3, 4)}
+    turns = hub.HFTensor("qg", fused=True, groups=2)
+    convs = hub.HFTensor("conv", fused=True, unit=1)
+    table = {"q": turns, "missing": turns, "g": turns, "a": convs, "b": convs}
+    links = make_links(table, shapes, heads={}, rotary=0)
+    check_links(links, shapes)
+    theirs = get_foreign_shapes(links)
+    assert theirs == {"qg": (12, 2), "conv": (5, 1, 4)}
+    whole, conv = torch.arange(24.0).view(12, 2), torch.arange(20.0).view(5, 1, 4)
+    stored = {"qg": whole, "conv": conv}
+
+    def cut(name, shape, offset):
+        return stored[name][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+
+    ours = map_weights(cut, links, shapes)
+    heads = whole.view(2, 2, 3, 2)
+    assert torch.equal(ours("q", (6, 2), (0, 0)), heads[:, 0].reshape(6, 2))
+    assert torch.equal(ours("g", (3, 1), (2, 1)), heads[:, 1].reshape(6, 2)[2:5, 1:])
+    assert torch.equal(ours("b", (2, 3), (1, 1)), conv[3:, 0, 1:])
+    stored |= {name: ours(name, shape, (0, 0)) for name, shape in shapes.items()}
+    back = map_weights(cut, [link.swap_sides() for link in links], theirs)
+    assert torch.equal(back("qg", (7, 2), (2, 0)), whole[2:9])
+    assert torch.equal(back("conv", (3, 1, 2), (1, 0, 1)), conv[1:4, :, 1:3])
+    with pytest.raises(ConfigError, match="q: 4 of 5 elements are linked"):
+        check_links(make_links({"q": turns}, {"q": (5,)}, heads={}, rotary=0), {"q": (5,)})
