@@ -709,7 +709,7 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     if config.delta is not None:
         delta = _delta_shapes(config, config.delta)
     mlp = _mlp_shapes("mlp", width, config.mlp_width, config.feed_forward_config)
-    expert_mlp = {} if experts is None else _expert_shapes(width, experts)
+    expert_mlp = {} if experts is None else _expert_shapes(experts, width)
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, width)}
     if config.positions is not None:
         shapes["positions.weight"] = (config.positions, width)
@@ -723,6 +723,25 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     # A tied model has one matrix for both, under the embedding's name.
     if not config.tied:
         shapes["head.weight"] = (config.vocab_size, width)
+    return shapes
+
+
+def _expert_shapes(experts: Experts, width: int) -> dict[str, tuple[int, ...]]:
+    # The matrices of all experts are one tensor each, which a grouped product needs.
+    matrices = {
+        "gate": (experts.count, experts.width, width),
+        "up": (experts.count, experts.width, width),
+        "down": (experts.count, width, experts.width),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"mlp.router.weight": (experts.count, width)}
+    shapes |= {f"mlp.experts.{name}": shape for name, shape in matrices.items()}
+    if experts.bias:
+        shapes["mlp.router.logit_bias"] = (experts.count,)
+        shapes |= {f"mlp.experts.{name}_bias": shape[:2] for name, shape in matrices.items()}
+    if experts.shared:
+        shapes |= _mlp_shapes("mlp.shared", width, experts.shared, FeedForward())
+    if experts.shared_gate:
+        shapes["mlp.shared_gate.weight"] = (1, width)
     return shapes
 
 
@@ -797,25 +816,6 @@ def _delta_shapes(config: DecoderConfig, delta: Delta) -> dict[str, tuple[int, .
         "gated_norm.weight": (delta.value_size,),
         "wo.weight": (config.width, values),
     }
-
-
-def _expert_shapes(width: int, experts: Experts) -> dict[str, tuple[int, ...]]:
-    # The matrices of all experts are one tensor each, which a grouped product needs.
-    shapes: dict[str, tuple[int, ...]] = {
-        "mlp.router.weight": (experts.count, width),
-        "mlp.experts.gate": (experts.count, experts.width, width),
-        "mlp.experts.up": (experts.count, experts.width, width),
-        "mlp.experts.down": (experts.count, width, experts.width),
-    }
-    if experts.bias:
-        shapes["mlp.router.logit_bias"] = (experts.count,)
-        for name in ("gate", "up", "down"):
-            shapes[f"mlp.experts.{name}_bias"] = shapes[f"mlp.experts.{name}"][:2]
-    if experts.shared:
-        shapes |= _mlp_shapes("mlp.shared", width, experts.shared, FeedForward())
-    if experts.shared_gate:
-        shapes["mlp.shared_gate.weight"] = (1, width)
-    return shapes
 
 
 def _mlp_shapes(

@@ -485,6 +485,55 @@ GLM = {
     "use_qk_norm": False,
     "vocab_size": 151552,
 }
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.55.0.dev0",
+    "use_cache": True,
+    "vocab_size": 201088,
+}
 GPT2 = {
     "activation_function": "gelu_new",
     "architectures": ["GPT2LMHeadModel"],
@@ -526,6 +575,7 @@ FORMS = {
     "Mixtral-8x7B": MIXTRAL,
     "DeepSeek-V3": DEEPSEEK,
     "GLM-4.5-Air": GLM,
+    "gpt-oss-20b": GPT_OSS,
     "gpt2": GPT2,
 }
 
@@ -562,6 +612,8 @@ def shrunk(name):
         small["num_key_value_heads"] = 4 if alike else 2
     if values["model_type"] == "gemma3_text":
         small["num_hidden_layers"] = 7  # of which the sixth sees all
+    if "layer_types" in values:
+        small["layer_types"] = values["layer_types"][: small["num_hidden_layers"]]
     if "long_factor" in (values.get("rope_scaling") or {}):
         small["rope_scaling"] = {
             key: value[:3] if isinstance(value, list) else value

@@ -310,6 +310,71 @@ def test_blocks_in_fp8_are_read_as_what_they_stand_for(row, block, tmp_path):
             assert name not in values or torch.equal(x, values[name]), name
 
 
+def pack_folder(folder):
+    """Store the matrices of a folder's experts in MXFP4, as gpt-oss; return their values."""
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    stored, values = {}, {}
+    for name, x in load_file(folder / "model.safetensors").items():
+        stored[name] = values[name] = x
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            continue
+        del stored[name]
+        experts, columns, rows = x.shape
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(118, 132, blocks.shape[:-1], dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        values[name] = convert_moe_packed_tensors(blocks, scales)
+        assert values[name].shape == x.shape
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = orjson.loads((folder / "config.json").read_bytes())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_bytes(orjson.dumps(config))
+    return stored, values
+
+
+def test_blocks_in_mxfp4_are_read_as_transformers_unpacks_them(tmp_path):
+    """In any boxes: a box starts inside a block, and has one of two columns that take turns."""
+    tiny.make_theirs("gpt_oss").save_pretrained(tmp_path)
+    _, values = pack_folder(tmp_path)
+    folder = hub.open_folder(tmp_path)
+    links = make_family_links(folder.family, folder.config)
+    ours = hub.open_folder_weights(folder)
+    theirs = {name: x.shape for name, x in values.items()}
+    back = map_weights(ours, [link.swap_sides() for link in links], theirs)
+    for name, x in values.items():
+        assert torch.equal(back(name, x.shape, (0,) * x.ndim), x), name
+        if x.ndim == 3:
+            assert torch.equal(back(name, (2, 40, 5), (1, 9, 3)), x[1:3, 9:49, 3:8]), name
+            assert x.dtype == torch.bfloat16
+    whole = values["model.layers.1.mlp.experts.gate_up_proj"]
+    up = ours("layers.1.mlp.experts.up", (1, 7, 3), (2, 5, 30))
+    assert torch.equal(up, whole[2:3, 30:33, 11:25:2].transpose(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("part", "stored_instead"),
+    [
+        ("scales", None),
+        ("scales", torch.ones(4, 64, 2)),
+        ("blocks", torch.ones(4, 64, 2, 8).byte()),
+    ],
+)
+def test_parts_in_mxfp4_that_do_not_fit_are_refused(part, stored_instead, tmp_path):
+    from safetensors.torch import save_file
+
+    tiny.make_theirs("gpt_oss").save_pretrained(tmp_path)
+    stored, _ = pack_folder(tmp_path)
+    name = f"model.layers.0.mlp.experts.down_proj_{part}"
+    del stored[name]
+    stored |= {} if stored_instead is None else {name: stored_instead}
+    save_file(stored, tmp_path / "model.safetensors")
+    match = r"down_proj of shape \[4, 64, 64\] is in MXFP4, but .* of shape \[4, 64, 2\], both"
+    with pytest.raises(CheckpointError, match=match):
+        hub.open_folder_weights(hub.open_folder(tmp_path))
+
+
 def quantize_nvfp4(name, x, *, packer):
     """Return tensors for a matrix in nvfp4, as compressed-tensors or modelopt name them."""
     codes = torch.randint(16, x.shape)

@@ -187,6 +187,8 @@ ROWS = {
 OF_GPT_OSS = {
     "num_hidden_layers": 3,
     "head_dim": 12,
+    "hidden_size": 64,  # two blocks of MXFP4
+    "intermediate_size": 64,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
     "sliding_window": 6,
@@ -200,6 +202,7 @@ ROWS |= {
         OF_GPT_OSS
         | PLAIN
         | {"tie_word_embeddings": True, "attention_bias": False, "swiglu_limit": 7.0}
+        | {"hidden_size": 32, "intermediate_size": 48}
         | {"layer_types": ["full_attention"] * 3},
     ),
 }

@@ -26,7 +26,8 @@ Shape = tuple[int, ...]
 
 FP8_BLOCK = 128
 NVFP4_BLOCK = 16
-"""The rows and columns that share a scale in fp8, and the columns in nvfp4."""
+MXFP4_BLOCK = 32
+"""The rows and columns that share a scale in fp8, and the columns in nvfp4 and in MXFP4."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The values of the codes 0 to 7 in e2m1; 8 to 15 are their negatives."""
@@ -78,7 +79,7 @@ def find_quantization_problem(value: Any) -> str | None:
     Examples:
         >>> find_quantization_problem({"quant_method": "fp8", "weight_block_size": [128, 128]})
         >>> find_quantization_problem({"quant_method": "gptq"})
-        "quantization_config: quant_method is 'gptq'; only fp8 in blocks, and fp8 and nvfp4 of ..."
+        "quantization_config: quant_method is 'gptq'; only fp8 in blocks, MXFP4, and fp8 and ..."
     """
     table = value if isinstance(value, Mapping) else {}
     method = METHODS.get(str(table.get("quant_method")))
@@ -421,13 +422,55 @@ def _is_float(tensors: Mapping[str, Stored], name: str, shape: Shape) -> bool:
     )
 
 
+# ------------------------------------------------------------------------------------------- MXFP4
+# Open Compute Project, "OCP microscaling formats (MX) specification" (2023), as in gpt-oss: the
+# matrices of experts `X`, `[E, in, out]`, are `X_blocks`, uint8 `[E, out, in / 32, 16]` with two
+# codes in a byte, and `X_scales`, uint8 `[E, out, in / 32]`, exponents of 2, plus 127.
+
+
+def _find_mxfp4(
+    tensors: Mapping[str, Stored], name: str, full_shape: Shape, _: Mapping[str, Any]
+) -> QuantizedTensor | str | None:
+    parts = (f"{name}_blocks", f"{name}_scales")
+    if name in tensors or not tensors.keys() & {*parts}:
+        return None
+    *lead, columns, rows = full_shape
+    blocks = (*lead, rows, columns // MXFP4_BLOCK)
+    wanted = ((*blocks, MXFP4_BLOCK // 2), blocks)
+    stored = [tensors.get(part) for part in parts]
+    found = tuple(None if x is None else x.shape for x in stored if x is None or x.dtype == "uint8")
+    if found != wanted or columns % MXFP4_BLOCK:
+        return (
+            f"{name} of shape {[*full_shape]} is in MXFP4, but there are no {parts[0]} of shape "
+            f"{[*wanted[0]]} and {parts[1]} of shape {[*wanted[1]]}, both in uint8, for "
+            f"{columns} columns in whole blocks of {MXFP4_BLOCK}"
+        )
+
+    def read(weights: Weights, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        # Stored the other way round; its first and last blocks may be in the box in part.
+        *lead_offset, start, first_row = offset
+        *lead_shape, size, row_count = shape
+        first = start // MXFP4_BLOCK
+        count = -(-(start + size) // MXFP4_BLOCK) - first
+        box = (*lead_shape, row_count, count)
+        box_offset = (*lead_offset, first_row, first)
+        codes = weights(parts[0], (*box, MXFP4_BLOCK // 2), (*box_offset, 0))
+        exponents = weights(parts[1], box, box_offset).int() - 127
+        values = torch.ldexp(unpack_e2m1(codes), exponents.unsqueeze(-1)).flatten(-2)
+        return values.narrow(-1, start - first * MXFP4_BLOCK, size).transpose(-1, -2)
+
+    return QuantizedTensor(full_shape, parts, read)
+
+
 METHODS: Mapping[str, QuantizationMethod] = {
     "fp8": QuantizationMethod(_find_fp8_problem, _find_fp8),
     "compressed-tensors": QuantizationMethod(_find_compressed_problem, _find_compressed),
     "modelopt": QuantizationMethod(_find_modelopt_problem, _find_modelopt),
+    "mxfp4": QuantizationMethod(lambda _: None, _find_mxfp4),
 }
 """The supported methods, by the `quant_method` of a `quantization_config`."""
 
 _SUPPORTED = (
-    "only fp8 in blocks, and fp8 and nvfp4 of compressed-tensors and of modelopt, are supported"
+    "only fp8 in blocks, MXFP4, and fp8 and nvfp4 of compressed-tensors and of modelopt, are "
+    "supported"
 )
