@@ -40,6 +40,8 @@ def ours_of(model, batch):
 
 
 def theirs_of(model, batch, *, packed):
+    if packed and "linear_attention" in (getattr(model.config, "layer_types", None) or ()):
+        return theirs_by_document(model, batch)
     mask = mask_of(model.config, batch.document_ids) if packed else None
     return model(
         input_ids=batch.input_ids,
@@ -47,6 +49,17 @@ def theirs_of(model, batch, *, packed):
         attention_mask=mask,
         use_cache=False,
     ).logits
+
+
+def theirs_by_document(model, batch):
+    """Return logits of each document alone: their state would go from one to the next."""
+    found = torch.zeros(*batch.input_ids.shape, model.config.vocab_size)
+    for row, documents in enumerate(batch.document_ids):
+        for document in range(int(documents.max()) + 1):
+            inside = documents == document
+            ids = batch.input_ids[row, inside].unsqueeze(0)
+            found[row, inside] = model(input_ids=ids, use_cache=False).logits[0]
+    return found
 
 
 def mask_of(config, documents):
@@ -200,6 +213,8 @@ def test_a_config_that_is_written_is_read_by_transformers_and_by_us_as_the_same(
     skipped = {"dtype", "architectures", "initializer_range", "transformers_version", "layer_types"}
     skipped |= {"sliding_window", "num_nextn_predict_layers", "num_mtp_layers", "pad_token_id"}
     skipped |= {"bos_token_id", "eos_token_id", "_name_or_path", "rope_parameters", "head_dim"}
+    if row == "qwen3_5_moe":  # which has no dense layers
+        skipped.add("intermediate_size")
     got, want = theirs.to_dict(), made.config.to_dict()
     assert {k: got.get(k) for k in want if k not in skipped} == {
         k: want[k] for k in want if k not in skipped

@@ -23,6 +23,7 @@ from trainkit.weights.checkpoint.boxes import shorten
 from trainkit.weights.hub.families import FAMILIES, Family, Key
 from trainkit.weights.hub.quantized import find_quantization_problem
 from trainkit.weights.hub.ropes import (
+    DELTA,
     KINDS,
     equal_json,
     read_local_rope,
@@ -173,7 +174,8 @@ def read_decoder_config(
     if family.ropes:
         local_theta = read_local_rope(complete, problems) if family.local_rope else None
         fields |= read_rope(complete, family, problems)
-        fields |= _read_sliding(complete, family, local_theta, problems)
+        read_layers = _read_delta_layers if family.has_delta else _read_sliding
+        fields |= read_layers(complete, family, local_theta, problems)
     if not problems:
         fixed = {k: x(complete) if callable(x) else x for k, x in family.fixed.items()}
         # `DecoderConfig` checks keys against each other: key heads divide the heads, for instance.
@@ -400,6 +402,30 @@ def _read_layer_types(
     return {"first": 0, "full_every": 0, **default} if sliding else {}
 
 
+def _read_delta_layers(
+    values: Mapping[str, Any], family: Family, _: float | None, problems: list[str]
+) -> dict[str, int]:
+    """Return the field about layers with the delta rule, if the file lists the layers' types."""
+    types = values.get("layer_types")
+    if types is None:
+        return {}
+    known = (KINDS[0], DELTA)
+    unknown = [x for x in types if x not in known] if isinstance(types, list) else [types]
+    if unknown:
+        problems.append(
+            f"layer_types has {short_repr(unknown[0])}; the types of {family.model_type} are "
+            f"{' and '.join(known)}"
+        )
+        return {}
+    full = [i for i, layer_type in enumerate(types) if layer_type == KINDS[0]]
+    every = full[0] + 1 if full else len(types) + 1
+    if len(types) != values.get("num_hidden_layers") or full != [
+        *range(every - 1, len(types), every)
+    ]:
+        problems.append("layer_types follow no pattern that is supported")
+    return {"delta.full_every": every}
+
+
 def _find_pattern(sliding: Sequence[int], layers: int) -> dict[str, int] | None:
     """Return the fields of a `Sliding` with exactly these sliding layers, or None."""
     # Of every `full_every` layers the last is full: one more than the index of the first full layer
@@ -557,6 +583,10 @@ def _write_values(config: DecoderConfig, family: Family, *, context: int) -> dic
         values["query_pre_attn_scalar"] = config.query_scalar or config.head_size
     if not family.ropes:
         return values
+    if family.has_delta:
+        values["layer_types"] = [
+            DELTA if i in config.delta_layers else KINDS[0] for i in range(config.layers)
+        ]
     return values | _write_windows(config, family) | write_rope(config, family)
 
 
