@@ -534,6 +534,95 @@ GPT_OSS = {
     "use_cache": True,
     "vocab_size": 201088,
 }
+_HYBRID = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+}
+QWEN3_NEXT = {
+    **_HYBRID,
+    "architectures": ["Qwen3NextForCausalLM"],
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "intermediate_size": 5120,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "output_router_logits": False,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.57.0.dev0",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+# The tables `text_config` of multimodal folders.
+_QWEN3_5 = {
+    **_HYBRID,
+    "attn_output_gate": True,
+    "bos_token_id": 248044,
+    "dtype": "bfloat16",
+    "eos_token_id": 248044,
+    "mamba_ssm_dtype": "float32",
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "pad_token_id": None,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "vocab_size": 248320,
+}
+QWEN3_5 = {
+    **_QWEN3_5,
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 16,
+    "linear_num_value_heads": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_5_text",
+    "num_attention_heads": 24,
+    "num_hidden_layers": 64,
+    "num_key_value_heads": 4,
+}
+QWEN3_5_MOE = {
+    **_QWEN3_5,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10,
+    "model_type": "qwen3_5_moe_text",
+    "moe_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+}
 GPT2 = {
     "activation_function": "gelu_new",
     "architectures": ["GPT2LMHeadModel"],
@@ -576,6 +665,9 @@ FORMS = {
     "DeepSeek-V3": DEEPSEEK,
     "GLM-4.5-Air": GLM,
     "gpt-oss-20b": GPT_OSS,
+    "Qwen3-Next-80B-A3B": QWEN3_NEXT,
+    "Qwen3.5-27B": QWEN3_5,
+    "Qwen3.5-35B-A3B": QWEN3_5_MOE,
     "gpt2": GPT2,
 }
 
@@ -600,6 +692,11 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": None,
+    "linear_key_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 12,
+    "shared_expert_intermediate_size": 24,
 }
 
 
@@ -612,6 +709,8 @@ def shrunk(name):
         small["num_key_value_heads"] = 4 if alike else 2
     if values["model_type"] == "gemma3_text":
         small["num_hidden_layers"] = 7  # of which the sixth sees all
+    if "layer_types" in values and "linear_attention" in values["layer_types"]:
+        small["layer_types"] = values["layer_types"][: small["num_hidden_layers"]]
     if "layer_types" in values:
         small["layer_types"] = values["layer_types"][: small["num_hidden_layers"]]
     if "long_factor" in (values.get("rope_scaling") or {}):

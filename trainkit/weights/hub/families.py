@@ -705,13 +705,19 @@ _DELTA: dict[str, Any] = {
         **_NO_BIAS,
         "attn_output_gate": (True,),
         "mamba_ssm_dtype": ("float32",),  # of the state, which is in at least fp32 here
+        "output_gate_type": (None, "swish"),
     },
     # YaRN's factor of scores would hold for the rotary part of a head alone.
     "ropes": ("default", "partial", "linear", "llama3", "mrope"),
     "has_delta": True,
     "ignored_keys": frozenset(
-        # A width of dense layers is also in files of models without any.
-        {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "intermediate_size"}
+        # The last two are about dense layers, in files of models where all layers or none are.
+        {
+            "mtp_num_hidden_layers",
+            "mtp_use_dedicated_embeddings",
+            "intermediate_size",
+            "mlp_only_layers",
+        }
     ),
     "ignored_tensors": ("mtp.**",),  # multi-token prediction
 }
