@@ -27,6 +27,7 @@ class HFTensor:
     Attributes:
         name: The name of the tensor there. `{e}` in it is the index of an expert: one tensor each.
         fused: Several of our tensors are rows of `name`, in the order of the table.
+        rows: The dimension of these rows in ours; 1 where all experts are in one tensor there too.
         groups: The rows of each of these are in so many equal groups, which take turns: the first
             group of every tensor, then the second of every tensor.
         unit: A dimension of size 1 there, which ours lacks.
@@ -44,6 +45,7 @@ class HFTensor:
 
     name: str
     fused: bool = False
+    rows: int = 0
     groups: int = 1
     unit: int | None = None
     transposed: bool = False
@@ -135,13 +137,13 @@ def make_links(
     # The rows of a group of each fused tensor, and how many of them the parts so far have.
     sizes: dict[str, int] = {}
     for name, there in table.items():
-        sizes[there.name] = sizes.get(there.name, 0) + shapes[name][0] // there.groups
+        sizes[there.name] = sizes.get(there.name, 0) + shapes[name][there.rows] // there.groups
     ends: dict[str, int] = {}
     for name, there in table.items():
         shape = tuple(shapes[name])
         # Rows of a fused tensor follow each other in the order of the table.
         start = ends.get(there.name, 0) if there.fused else 0
-        rows = shape[0] // there.groups
+        rows = shape[there.rows] // there.groups
         ends[there.name] = start + rows
         if there.interleaved is not None:
             links += _link_heads(
@@ -151,9 +153,9 @@ def make_links(
             # Ours holds all experts, [E, ...]; theirs has a tensor for each.
             links += [_link_tensor(name, there, shape[1:], 0, (e,)) for e in range(shape[0])]
         else:
+            part = tuple(rows if dim == there.rows else n for dim, n in enumerate(shape))
             for group in range(there.groups):
                 first = start + group * sizes[there.name]
-                part = (rows, *shape[1:])
                 links.append(_link_tensor(name, there, part, first, our_start=group * rows))
     return links
 
@@ -176,11 +178,14 @@ def _link_tensor(
     zeros = (0,) * len(shape)
     # The expert's index is fixed by the offset, and no dimension of the link.
     our_dims = tuple(dim + len(expert) for dim in dims)
-    ours = StridedBox(name, (*expert, our_start, *zeros[1:]), our_dims, ones)
+    our_offset = tuple(our_start * (dim == there.rows) for dim in dims)
+    ours = StridedBox(name, (*expert, *our_offset), our_dims, ones)
     their_dims = (*dims[:-2], *dims[:-3:-1]) if there.transposed else dims
     steps = list(ones)
     offset = list(zeros)
-    offset[their_dims[0]] = start  # rows are counted on our side; there they may be columns
+    offset[their_dims[there.rows]] = (
+        start  # rows are counted on our side; there they may be columns
+    )
     if there.every is not None:
         steps[1], offset[their_dims[1]] = there.every
     if there.unit is not None:
