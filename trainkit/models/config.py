@@ -353,6 +353,9 @@ class Experts:
     shared: int = attrs.field(default=0, validator=non_negative)
     """The inner size of the shared expert, an MLP for all tokens; 0 for none."""
 
+    shared_gate: bool = False
+    """Whether its output is multiplied by a sigmoid of a linear function of the token (Qwen2)."""
+
     first: int = attrs.field(default=0, validator=non_negative)
     """The index of the first layer that may have experts; earlier ones have an MLP."""
 
@@ -415,6 +418,11 @@ class Experts:
                 where="experts",
                 got=attrs.asdict(self),
             )
+        if self.shared_gate and not self.shared:
+            raise ConfigError(
+                "Experts: shared_gate=True needs a shared expert; set shared to its inner size",
+                where="shared_gate",
+            )
         if self.top_k == 1 and self.renormalize and self.scores == "softmax":
             raise ConfigError(
                 "Experts: top_k=1 with renormalize=True gives weights of 1, and trains no router; "
@@ -472,6 +480,8 @@ class DecoderConfig:
         experts: The experts that replace the MLP in some or all layers.
         latents: The latents of queries, keys and values (multi-head latent attention).
         out_bias: Whether the output projection of attention has a bias.
+        attention_gate: Whether attention's output is multiplied by a sigmoid of a linear function
+            of its input, element by element, before the output projection (Qwen3-Next).
         norms: The norms; None for an RMSNorm before attention and before the MLP.
         feed_forward: The MLP; None for a SwiGLU without biases.
         sliding: The layers with sliding-window attention.
@@ -518,6 +528,7 @@ class DecoderConfig:
     experts: Experts | None = None
     latents: Latents | None = None
     out_bias: bool = False
+    attention_gate: bool = False
     norms: Norms | None = None
     feed_forward: FeedForward | None = None
     sliding: Sliding | None = None
@@ -548,6 +559,7 @@ class DecoderConfig:
                 "qk_norm",
                 "qkv_bias",
                 "out_bias",
+                "attention_gate",
                 "rotary_dim",
                 "positions",
                 "no_rope_every",
@@ -748,6 +760,8 @@ def _expert_shapes(experts: Experts, width: int) -> dict[str, tuple[int, ...]]:
         shapes |= {f"mlp.experts.{name}_bias": shape[:2] for name, shape in matrices.items()}
     if experts.shared:
         shapes |= _mlp_shapes("mlp.shared", width, experts.shared, FeedForward())
+    if experts.shared_gate:
+        shapes["mlp.shared_gate.weight"] = (1, width)
     return shapes
 
 
@@ -763,6 +777,8 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         "wv.weight": (kv_width, width),
         "wo.weight": (width, q_width),
     }
+    if config.attention_gate:
+        shapes["wg.weight"] = (q_width, width)
     if config.qkv_bias:
         shapes |= {f"w{x}.bias": shapes[f"w{x}.weight"][:1] for x in "qkv"}
     if config.out_bias:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, ClassVar, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -123,9 +123,6 @@ class Attention(nn.Module):
     The number of heads follows from the shapes of the weights, so it also works on a shard of them.
     """
 
-    # For `bare`, which fuses the three products in generation.
-    joined: ClassVar[Joined] = {"projected": ("wq", "wk", "wv")}
-
     def __init__(
         self, config: DecoderConfig, *, attend: Attend, window: int | None, scale: float | None
     ) -> None:
@@ -140,6 +137,12 @@ class Attention(nn.Module):
         self.wk = Linear(config.width, config.kv_heads * size, bias=config.qkv_bias)
         self.wv = Linear(config.width, config.kv_heads * size, bias=config.qkv_bias)
         self.wo = Linear(config.heads * size, config.width, bias=config.out_bias)
+        self.projections = ["wq", "wk", "wv"]
+        if config.attention_gate:
+            self.wg = Linear(config.width, config.heads * size, bias=False)
+            self.projections.append("wg")
+        # For `bare`, which fuses these products in generation.
+        self.joined: Joined = {"projected": self.projections}
         sinks = torch.empty(config.heads) if config.attention_sinks else None
         self.sinks = None if sinks is None else nn.Parameter(sinks)
         self.qk_norm = config.qk_norm
@@ -160,7 +163,7 @@ class Attention(nn.Module):
         attend: Attend | None = None,
     ) -> Tensor:
         """Map `[B, S, D]` to `[B, S, D]`; `attend`, that of a cache, replaces the module's own."""
-        q, k, v = self.projected(x)
+        q, k, v, *gate = self.projected(x)
         # A wide norm sees all heads together; the other kind sees one head at a time.
         if self.qk_norm == "wide":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -180,12 +183,14 @@ class Attention(nn.Module):
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
-        )
-        return self.wo(out.flatten(2))
+        ).flatten(2)
+        if gate:
+            out = out * gate[0].sigmoid()
+        return self.wo(out)
 
-    def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries `[B, S, H D]`, keys and values `[B, S, K D]`."""
-        return self.wq(x), self.wk(x), self.wv(x)
+    def projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return queries `[B, S, H D]`, keys and values `[B, S, K D]`, and any gate, as queries."""
+        return tuple(getattr(self, name)(x) for name in self.projections)
 
 
 class Block(nn.Module):

@@ -138,8 +138,8 @@ def _map_modules(family: Family, config: DecoderConfig) -> dict[str, list[_RowMa
     modules: dict[str, list[_RowMap]] = {}
     experts = {f"layers.{i}.mlp.experts.{x}" for i in config.expert_layers for x in EXPERT_WEIGHTS}
     for link in make_family_links(family, config):
-        # Norms and biases have no adapters. Experts follow below, packed.
-        if len(link.shape) != 2 or link.ours.name in experts:
+        # Norms, biases and convolutions have no adapters. Experts follow below, packed.
+        if len(link.theirs.offset) != 2 or len(link.shape) != 2 or link.ours.name in experts:
             continue
         # The dimension of the link that is our rows; the folder's matrix may be transposed.
         row_dim = link.ours.dims.index(0)

@@ -92,6 +92,7 @@ EXPERTS = models.Experts(
     top_k=2,
     width=16,
     shared=16,
+    shared_gate=True,
     first=1,
     scores="sigmoid",
     biased=True,
@@ -117,7 +118,7 @@ def with_experts(config: models.DecoderConfig) -> nn.Module:
     return model
 
 
-_ATTENTION = "layers.*.attention.{w[qkvo],wkv}"
+_ATTENTION = "layers.*.attention.{w[qkvgo],wkv}"
 _MLP = "layers.*.mlp.{gate,up,down}"
 _EXPERT_MATRICES = "layers.*.mlp.experts.{gate,up,down}"
 
@@ -284,6 +285,7 @@ OLMO_LIKE = attrs.evolve(
     SHALLOW,
     norms=models.Norms(place="after"),
     qk_norm="wide",
+    attention_gate=True,
     # Half of a head's 4 dimensions are rotated (partial rotary embeddings).
     rotary_dim=2,
     sliding=models.Sliding(window=20),

@@ -21,7 +21,7 @@ from trainkit.models.config import (
 )
 from trainkit.types import ConfigError
 from trainkit.weights.checkpoint.boxes import shorten
-from trainkit.weights.hub.families import FAMILIES, KINDS, Family, Key, list_who
+from trainkit.weights.hub.families import DELTA, FAMILIES, KINDS, Family, Key, list_who
 from trainkit.weights.hub.quantized import find_quantization_problem
 from trainkit.weights.hub.ropes import (
     equal_json,
@@ -180,7 +180,8 @@ def read_decoder_config(
         if problem := _find_layer_type_problem(complete.get("layer_types"), family):
             problems.append(problem)
         else:
-            fields |= _read_sliding(complete, family, local_theta, problems)
+            read_layers = _read_delta_layers if family.has_delta else _read_sliding
+            fields |= read_layers(complete, family, local_theta, problems)
     if not problems:
         fixed = {k: x(complete) if callable(x) else x for k, x in family.fixed.items()}
         # `DecoderConfig` checks keys against each other: key heads divide the heads, for instance.
@@ -457,6 +458,22 @@ def _read_layer_types(
     return {"first": 0, "full_every": 0, **default} if sliding else {}
 
 
+def _read_delta_layers(
+    values: Mapping[str, Any], _family: Family, _theta: float | None, problems: list[str]
+) -> dict[str, int]:
+    """Return the field about layers with the delta rule, if the file lists the layers' types."""
+    types = values.get("layer_types")
+    if types is None:
+        return {}
+    full = [i for i, layer_type in enumerate(types) if layer_type == KINDS[0]]
+    every = full[0] + 1 if full else len(types) + 1
+    if len(types) != values.get("num_hidden_layers") or full != [
+        *range(every - 1, len(types), every)
+    ]:
+        problems.append("layer_types follow no pattern that is supported")
+    return {"delta.full_every": every}
+
+
 def _find_pattern(sliding: Sequence[int], layers: int) -> dict[str, int] | None:
     """Return the fields of a `Sliding` with exactly these sliding layers, or None."""
     # Of every `full_every` layers the last is full: one more than the index of the first full layer
@@ -625,6 +642,10 @@ def _write_values(config: DecoderConfig, family: Family, *, context: int) -> dic
             values[key] = fields[field if isinstance(field, str) else field[-1]]
     if not family.ropes:
         return values
+    if family.has_delta:
+        values["layer_types"] = [
+            DELTA if i in config.delta_layers else KINDS[0] for i in range(config.layers)
+        ]
     return values | _write_windows(config, family) | write_rope(config, family)
 
 

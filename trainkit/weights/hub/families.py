@@ -19,6 +19,9 @@ from trainkit.weights.hub.links import HFTensor
 KINDS = ("full_attention", "sliding_attention")
 """The names of full and of sliding layers, in `layer_types` and in `rope_parameters`."""
 
+DELTA = "linear_attention"
+"""The name of layers with the gated delta rule in `layer_types`."""
+
 
 @attrs.frozen(eq=False)
 class Key:
@@ -56,6 +59,7 @@ class Family:
             is the key that has the value. None if the family has no sliding windows.
         local_rope: The key of the rotary theta of sliding layers, whose wavelengths are then not
             scaled; None if all layers have the same.
+        has_delta: Whether layers of type "linear_attention" are delta layers.
         names: From a configuration to where each tensor is, by our names; `{i}` is the layer in
             both.
         ignored_tensors: Patterns of tensors that are no part of the model; `{layers}` is the number
@@ -75,13 +79,14 @@ class Family:
     needs_rope: bool = False
     windows: Mapping[str, int | str] | None = None
     local_rope: str | None = None
+    has_delta: bool = False
     names: Callable[[DecoderConfig], Mapping[str, HFTensor]]
     ignored_tensors: Sequence[str] = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
 
     @property
     def layer_types(self) -> tuple[str, ...]:
         """The entries that `layer_types` may have."""
-        return KINDS if self.windows is not None else KINDS[:1]
+        return (KINDS[0], *KINDS[1:] * (self.windows is not None), *[DELTA] * self.has_delta)
 
     @property
     def known_keys(self) -> frozenset[str]:
@@ -798,6 +803,165 @@ _GPT_OSS = Family(
 )
 
 
+# Layers with the gated delta rule; those with attention are gated too.
+_DELTA_KEYS = {
+    **_KEYS,
+    "linear_num_key_heads": "delta.key_heads",
+    "linear_num_value_heads": "delta.value_heads",
+    "linear_key_head_dim": "delta.key_size",
+    "linear_value_head_dim": "delta.value_size",
+    "linear_conv_kernel_dim": "delta.conv",
+    "full_attention_interval": "delta.full_every",
+}
+_SHARED_GATE_KEYS = {
+    "num_experts": "experts.count",
+    "num_experts_per_tok": "experts.top_k",
+    "shared_expert_intermediate_size": "experts.shared",
+}
+_DELTA: dict[str, Any] = {
+    "aliases": {"num_local_experts": "num_experts"},
+    "only": {
+        **_NO_BIAS,
+        "attn_output_gate": (True,),
+        "mamba_ssm_dtype": ("float32",),  # of the state, which is in at least fp32 here
+        "output_gate_type": (None, "swish"),
+    },
+    # YaRN's factor of scores would hold for the rotary part of a head alone.
+    "ropes": ("default", "partial", "linear", "llama3", "mrope"),
+    "has_delta": True,
+    "ignored_keys": frozenset(
+        # The last two are about dense layers, in files of models where all layers or none are.
+        {
+            "mtp_num_hidden_layers",
+            "mtp_use_dedicated_embeddings",
+            "intermediate_size",
+            "mlp_only_layers",
+        }
+    ),
+    "ignored_tensors": ("mtp.**",),  # multi-token prediction
+}
+_DELTA_DEFAULTS = {
+    **_DEFAULTS,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+}
+_DELTA_FIXED = {"qk_norm": True, "norms.kind": "offset", "attention_gate": True}
+_SHARED_GATE = _block(
+    {
+        **_EXPERTS,
+        **_mlp("mlp.shared", "mlp.shared_expert"),
+        "mlp.shared_gate.weight": "mlp.shared_expert_gate.weight",
+    }
+)
+
+
+def _delta_names(
+    config: DecoderConfig, products: Mapping[str, str | HFTensor]
+) -> dict[str, HFTensor]:
+    """Return all names of a family with delta layers, from those of the matrices of its input."""
+    conv = HFTensor("linear_attn.conv1d.weight", fused=True, unit=1)
+    delta = _block(
+        {
+            **products,
+            "attention.wa.bias": "linear_attn.dt_bias",
+            "attention.wa.log_rate": "linear_attn.A_log",
+            **{f"attention.{x}_conv.weight": conv for x in "qkv"},
+            "attention.gated_norm.weight": "linear_attn.norm.weight",
+            "attention.wo.weight": "linear_attn.out_proj.weight",
+        }
+    )
+    # The rows of one head, then its gate.
+    gated = HFTensor("self_attn.q_proj.weight", fused=True, groups=config.heads)
+    attention = _block({f"attention.w{x}.weight": gated for x in "qg"})
+    # A delta layer's matrices have the names of attention's here, and others there.
+    own = {
+        name.replace("{i}", str(i)): attrs.evolve(there, name=there.name.replace("{i}", str(i)))
+        for i in config.delta_layers
+        for name, there in delta.items()
+    }
+    return _NAMES | attention | _SHARED_GATE | own
+
+
+def _qwen3_next_names(config: DecoderConfig) -> dict[str, HFTensor]:
+    # For each key head its queries and keys, and the values and gates of its value heads.
+    groups = 1 if config.delta is None else config.delta.key_heads
+    heads = HFTensor("linear_attn.in_proj_qkvz.weight", fused=True, groups=groups)
+    decays = HFTensor("linear_attn.in_proj_ba.weight", fused=True, groups=groups)
+    products = {f"attention.w{x}.weight": heads for x in "qkvg"}
+    return _delta_names(config, products | {f"attention.w{x}.weight": decays for x in "ba"})
+
+
+# "Qwen3-Next" (2025): three layers with the gated delta rule to one with attention, experts with a
+# gated shared one.
+_QWEN3_NEXT = Family(
+    model_type="qwen3_next",
+    models="Qwen3-Next-80B-A3B",
+    architecture="Qwen3NextForCausalLM",
+    keys={
+        **_DELTA_KEYS,
+        **_SHARED_GATE_KEYS,
+        "moe_intermediate_size": "experts.width",
+        "norm_topk_prob": "experts.renormalize",
+        "decoder_sparse_step": "experts.every",
+        "mlp_only_layers": Key("experts.first", _first_layers, lambda first, _: [*range(first)]),
+    },
+    defaults={
+        **_DELTA_DEFAULTS,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+    },
+    fixed={**_DELTA_FIXED, "experts.shared_gate": True},
+    names=_qwen3_next_names,
+    **_DELTA,
+)
+
+
+def _qwen3_5_names(config: DecoderConfig) -> dict[str, HFTensor]:
+    heads = HFTensor("linear_attn.in_proj_qkv.weight", fused=True)
+    products = {f"attention.w{x}.weight": heads for x in "qkv"}
+    others = {"g": "z", "b": "b", "a": "a"}
+    return _delta_names(
+        config,
+        products
+        | {f"attention.w{x}.weight": f"linear_attn.in_proj_{y}.weight" for x, y in others.items()},
+    )
+
+
+# "Qwen3.5" (2026): the layers of Qwen3-Next, dense or with experts in every layer.
+_QWEN3_5 = Family(
+    model_type="qwen3_5_text",
+    models="Qwen3.5",
+    architecture="Qwen3_5ForCausalLM",
+    keys=_DELTA_KEYS,
+    defaults={**_DELTA_DEFAULTS, "num_key_value_heads": 4},
+    fixed=_DELTA_FIXED,
+    names=_qwen3_5_names,
+    **_DELTA,
+)
+_QWEN3_5_MOE = Family(
+    model_type="qwen3_5_moe_text",
+    models="Qwen3.5-35B-A3B",
+    architecture="Qwen3_5MoeForCausalLM",
+    keys={
+        **{key: field for key, field in _DELTA_KEYS.items() if key != "intermediate_size"},
+        **_SHARED_GATE_KEYS,
+        "moe_intermediate_size": ("mlp_width", "experts.width"),
+    },
+    defaults=_DELTA_DEFAULTS,
+    fixed={**_DELTA_FIXED, "experts.shared_gate": True},
+    names=_qwen3_5_names,
+    **_DELTA,
+)
+
+
 FAMILIES = (
     _LLAMA,
     _MISTRAL,
@@ -816,6 +980,9 @@ FAMILIES = (
     _DEEPSEEK_V3,
     _GLM4_MOE,
     _GPT_OSS,
+    _QWEN3_NEXT,
+    _QWEN3_5,
+    _QWEN3_5_MOE,
 )
 """Every family; of those that compute the same, the first is what is written."""
 

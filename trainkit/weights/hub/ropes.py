@@ -140,6 +140,8 @@ def read_rope(values: Mapping[str, Any], family: Family, problems: list[str]) ->
         theta = 10_000.0
     factor = rope.pop("partial_rotary_factor", values.get("partial_rotary_factor"))
     rotary_dim = None if factor in (None, 1) else _read_rotary_dim(factor, values, family, problems)
+    if "mrope" in family.ropes:  # positions of images, which text has the same in all dimensions
+        rope = {key: x for key, x in rope.items() if not key.startswith("mrope_")}
     scaling = _read_scaling(str(rope_type), rope, values, family, problems)
     return {"rope_theta": float(theta), "rope_scaling": scaling, "rotary_dim": rotary_dim}
 
