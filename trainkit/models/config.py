@@ -355,6 +355,9 @@ class Experts:
     shared: int = attrs.field(default=0, validator=non_negative)
     """The inner size of the shared expert, an MLP for all tokens; 0 for none."""
 
+    shared_gate: bool = False
+    """Whether its output is multiplied by a sigmoid of a linear function of the token (Qwen2)."""
+
     first: int = attrs.field(default=0, validator=non_negative)
     """The index of the first layer that may have experts; earlier ones have an MLP."""
 
@@ -440,6 +443,11 @@ class Experts:
                 where="clamp",
                 got=attrs.asdict(self),
             )
+        if self.shared_gate and not self.shared:
+            raise ConfigError(
+                "Experts: shared_gate=True needs a shared expert; set shared to its inner size",
+                where="shared_gate",
+            )
         if self.top_k == 1 and self.renormalize and self.scores == "softmax":
             raise ConfigError(
                 "Experts: top_k=1 with renormalize=True gives weights of 1, and trains no router; "
@@ -502,6 +510,8 @@ class DecoderConfig:
         experts: The experts that replace the MLP in some or all layers.
         latents: The latents of queries, keys and values (multi-head latent attention).
         out_bias: Whether the output projection of attention has a bias.
+        attention_gate: Whether attention's output is multiplied by a sigmoid of a linear function
+            of its input, element by element, before the output projection (Qwen3-Next).
         norms: The norms; None for an RMSNorm before attention and before the MLP.
         feed_forward: The MLP; None for a SwiGLU without biases.
         sliding: The layers with sliding-window attention.
@@ -513,6 +523,10 @@ class DecoderConfig:
         score_softcap: c, where a score s becomes c * tanh(s / c) (Gemma 2).
         logit_softcap: The same for logits.
         embedding_scale: The factor of embeddings, rounded to their dtype (Gemma).
+        residual_scale: The factor of what attention and the MLP add to the stream (Granite).
+        logit_divisor: What logits are divided by (Granite).
+        no_rope_every: Layers no_rope_every - 1, 2 * no_rope_every - 1, and so on have no positions
+            (SmolLM3); all have when None.
         delta: The layers with the gated delta rule in place of attention (Qwen3-Next).
         attention_sinks: Whether each head has a learned logit in the denominator of its softmax
             (gpt-oss); see `attention.add_sink`.
@@ -544,6 +558,7 @@ class DecoderConfig:
     experts: Experts | None = None
     latents: Latents | None = None
     out_bias: bool = False
+    attention_gate: bool = False
     norms: Norms | None = None
     feed_forward: FeedForward | None = None
     sliding: Sliding | None = None
@@ -553,6 +568,9 @@ class DecoderConfig:
     score_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float | None = None
+    residual_scale: float | None = None
+    logit_divisor: float | None = None
+    no_rope_every: int | None = None
     delta: Delta | None = None
     attention_sinks: bool = False
 
@@ -571,8 +589,10 @@ class DecoderConfig:
                 "qk_norm",
                 "qkv_bias",
                 "out_bias",
+                "attention_gate",
                 "rotary_dim",
                 "positions",
+                "no_rope_every",
                 "attention_sinks",
             ):
                 self._require(field, "left out, with latents", ok=not getattr(self, field))
@@ -615,7 +635,7 @@ class DecoderConfig:
             "feed_forward", "left out, with experts, which have gated and activation", ok=ok
         )
         sliding_theta = self.sliding and self.sliding.rope_theta
-        rotary = self.rope_scaling or self.rotary_dim or sliding_theta
+        rotary = self.rope_scaling or self.rotary_dim or sliding_theta or self.no_rope_every
         ok = self.positions is None or not rotary
         self._require("positions", "left out, where rotary positions are configured", ok=ok)
         if isinstance(self.rope_scaling, LongRopeScaling):  # the others scale any number of pairs
@@ -628,6 +648,9 @@ class DecoderConfig:
             "score_softcap",
             "logit_softcap",
             "embedding_scale",
+            "residual_scale",
+            "logit_divisor",
+            "no_rope_every",
         ):
             value = getattr(self, field)
             self._require(field, "above 0", ok=value is None or 0 < value < math.inf)
@@ -655,11 +678,14 @@ class DecoderConfig:
             return self.latents.rotary
         return self.head_size if self.rotary_dim is None else self.rotary_dim
 
-    @property
-    def score_scale(self) -> float | None:
-        """The factor of attention scores; None for 1 / sqrt(head_size)."""
-        # Only YaRN sharpens scores.
+    def score_scale(self, layer: int) -> float | None:
+        """Return the factor of a layer's attention scores; None for 1 / sqrt(head_size)."""
+        has_own_theta = self.sliding is not None and self.sliding.rope_theta is not None
+        is_unscaled = has_own_theta and layer in self.sliding_layers
+        # Only YaRN sharpens scores, and only those of positions that it scales.
         sharpening = getattr(self.rope_scaling, "sharpening", None)
+        if is_unscaled or layer in self.no_rope_layers:
+            sharpening = None
         if sharpening is None and self.query_scalar is None:
             return None
         return (self.query_scalar or self.head_size) ** -0.5 * (sharpening or 1.0)
@@ -684,6 +710,12 @@ class DecoderConfig:
     def sliding_layers(self) -> list[int]:
         """The indices of the layers with sliding-window attention."""
         return [] if self.sliding is None else self.sliding.layers(self.layers)
+
+    @property
+    def no_rope_layers(self) -> list[int]:
+        """The indices of the layers without positions, where the others have rotary ones."""
+        every = self.no_rope_every
+        return [] if every is None else [*range(every - 1, self.layers, every)]
 
     @property
     def delta_layers(self) -> list[int]:
@@ -761,6 +793,8 @@ def _expert_shapes(experts: Experts, width: int) -> dict[str, tuple[int, ...]]:
         shapes |= {f"mlp.experts.{name}_bias": shape[:2] for name, shape in matrices.items()}
     if experts.shared:
         shapes |= _mlp_shapes("mlp.shared", width, experts.shared, experts.shared_mlp)
+    if experts.shared_gate:
+        shapes["mlp.shared_gate.weight"] = (1, width)
     return shapes
 
 
@@ -776,6 +810,8 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         "wv.weight": (kv_width, width),
         "wo.weight": (width, q_width),
     }
+    if config.attention_gate:
+        shapes["wg.weight"] = (q_width, width)
     if config.qkv_bias:
         shapes |= {f"w{x}.bias": shapes[f"w{x}.weight"][:1] for x in "qkv"}
     if config.out_bias:

@@ -23,7 +23,7 @@ from trainkit.models.dispatch import (
     ep_dispatch,
     ep_dispatch_keys,
 )
-from trainkit.models.layers import ACTIVATIONS, Mlp
+from trainkit.models.layers import ACTIVATIONS, Linear, Mlp
 from trainkit.models.routers import (
     Routing,
     add_jitter,
@@ -407,6 +407,7 @@ class ExpertMlp(nn.Module):
             sigmoid_scale=experts.sigmoid_scale,
         )
         self.shared = Mlp(width, experts.shared, experts.shared_mlp) if experts.shared else None
+        self.shared_gate = Linear(width, 1, bias=False) if experts.shared_gate else None
         # `parallel.expert_parallel` replaces these by functions with an axis.
         self.dispatch: Dispatch = ep_dispatch
         self.dispatch_keys: DispatchKeys = ep_dispatch_keys
@@ -449,7 +450,10 @@ class ExpertMlp(nn.Module):
             noise = (self.dispatch_keys(keys, route),)
         y = self.combine(self.experts(rows, counts, *noise), limited.weights, route).view_as(x)
         if self.shared is not None:
-            y = y + self.shared(x)
+            shared = self.shared(x)
+            if self.shared_gate is not None:
+                shared = shared * self.shared_gate(x).sigmoid()
+            y = y + shared
         # The losses use all choices, dropped ones too: else a full expert would look balanced.
         load = self._compute_load(routing, spans)
         balance = balance_loss_sum(routing, load, experts=config.count)

@@ -139,9 +139,10 @@ def _map_modules(family: Family, config: DecoderConfig) -> dict[str, list[_RowMa
     experts = {f"layers.{i}.mlp.experts.{x}" for i in config.expert_layers for x in names}
     links = make_family_links(family, config)
     for link in links:
-        # Norms and biases have no adapters. Experts follow below, packed.
+        # Norms, biases and convolutions have no adapters. Experts follow below, packed.
+        is_matrix = len(link.shape) == len(link.theirs.offset) == 2
         is_bias = link.ours.name.endswith("bias")
-        if len(link.shape) != 2 or is_bias or link.ours.name in experts:
+        if not is_matrix or is_bias or link.ours.name in experts:
             continue
         # The dimension of the link that is our rows; the folder's matrix may be transposed.
         row_dim = link.ours.dims.index(0)
