@@ -856,6 +856,34 @@ MISTAKES = [
         ),
         (
             "experts.py",
+            "a clamped gate is bounded from below too",
+            "gate = gate.clamp(max=self.clamp)",
+            "gate = gate.clamp(-self.clamp, self.clamp)",
+            "tests/models/test_experts.py",
+        ),
+        (
+            "experts.py",
+            "biases are those of the experts in the order of rows",
+            "bias.repeat_interleave(counts, 0, output_size=len(rows))",
+            "bias.repeat_interleave(counts.flip(0), 0, output_size=len(rows))",
+            "tests/models/test_experts.py",
+        ),
+        (
+            "rotary.py",
+            "the bounds of YaRN are always whole",
+            "    if scaling.truncate:\n",
+            "    if scaling:\n",
+            "tests/weights/hub/test_families.py",
+        ),
+        (
+            "kv_cache.py",
+            "the newest token has no sink",
+            "    sinks = None if sinks is None else sinks.view(heads, -1)\n",
+            "    sinks = None\n",
+            "tests/parallel/test_generation.py",
+        ),
+        (
+            "experts.py",
             "balance is counted after capacity dropped some",
             "        load = self._compute_load(routing, spans)",
             "        load = self._compute_load(limited, spans)",
@@ -1047,9 +1075,16 @@ MISTAKES = [
         ),
         (
             "groups.py",
+            "biases of experts decay",
+            'pair[1].ndim < 2 or pair[0].endswith("bias")]\n    matrices = [pair for pair in trainable if pair[1].ndim >= 2 and not pair[0].endswith("bias")]',
+            "pair[1].ndim < 2]\n    matrices = [pair for pair in trainable if pair[1].ndim >= 2]",
+            "tests/optim",
+        ),
+        (
+            "groups.py",
             "norms and biases decay too",
-            "    groups += [(0.0, [pair for pair in trainable if pair[1].ndim < 2])]",
-            "    groups += [(weight_decay, [pair for pair in trainable if pair[1].ndim < 2])]",
+            "    groups = [(weight_decay, matrices), (0.0, vectors)]",
+            "    groups = [(weight_decay, matrices), (weight_decay, vectors)]",
             "tests/optim",
         ),
         (

@@ -7,7 +7,7 @@ saved before an option existed still means the same model.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import attrs
 from attrs.validators import optional
@@ -16,6 +16,9 @@ from trainkit.types import ConfigError, check_range, non_negative, one_of, satis
 
 # Ranges are written as comparisons with both bounds, because NaN fails each of them.
 _POSITIVE = satisfies(lambda value: 0 < value < math.inf, "above 0 and finite")
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+"""The activations of an MLP or of experts."""
 
 
 @attrs.frozen
@@ -233,10 +236,9 @@ class FeedForward:
     gated: bool = True
     """Whether the MLP is a gated linear unit (Shazeer, "GLU variants", 2020)."""
 
-    activation: Literal["silu", "gelu", "gelu_tanh"] = attrs.field(
-        default="silu", validator=one_of("silu", "gelu", "gelu_tanh")
-    )
-    """gelu_tanh is GELU's approximation by tanh (Hendrycks and Gimpel, 2016)."""
+    activation: Activation = attrs.field(default="silu", validator=one_of(*get_args(Activation)))
+    """gelu_tanh is GELU's approximation by tanh (Hendrycks and Gimpel, 2016); relu2 the square of
+    ReLU (So et al., "Primer", 2021)."""
 
     bias: bool = False
     """Whether its linear layers have biases."""
@@ -362,10 +364,20 @@ class Experts:
     every: int = attrs.field(default=1, validator=_POSITIVE)
     """The interval of layers with experts: layers every - 1, 2 * every - 1, and so on."""
 
-    scores: Literal["softmax", "sigmoid"] = attrs.field(
-        default="softmax", validator=one_of("softmax", "sigmoid")
+    gated: bool = True
+    """Whether an expert is a gated linear unit, as in `FeedForward`; the shared expert too."""
+
+    activation: Activation = attrs.field(default="silu", validator=one_of(*get_args(Activation)))
+    """The activation of the experts and of the shared expert."""
+
+    scores: Literal["softmax", "sigmoid", "sqrtsoftplus"] = attrs.field(
+        default="softmax", validator=one_of("softmax", "sigmoid", "sqrtsoftplus")
     )
-    """The function from logits to scores; see `softmax_topk` and `sigmoid_topk`."""
+    """The function from logits to scores; see `softmax_topk` and `biased_topk`."""
+
+    hash_layers: int = attrs.field(default=0, validator=non_negative)
+    """How many of the first layers with experts choose by a hash of the token (`hash_experts`);
+    scores still weight their experts. They must be in the first pipeline stage."""
 
     renormalize: bool = True
     """Whether a token's weights are divided by their sum."""
@@ -390,6 +402,13 @@ class Experts:
     and drops the others. 0 drops none. Each rank limits its own microbatch, so the dropped choices
     depend on the layout; see `apply_capacity`."""
 
+    load_limit: float = attrs.field(
+        default=0.0,
+        validator=satisfies(lambda value: 0 <= value < math.inf, "at least 0 and finite"),
+    )
+    """The multiple of an equal share of the load of the last global batch from which on an expert's
+    outputs are scaled down; 0 scales none. See `scale_by_load`."""
+
     jitter: float = attrs.field(
         default=0.0, validator=satisfies(lambda value: 0 <= value < 1, "in [0, 1)")
     )
@@ -407,15 +426,21 @@ class Experts:
 
     def __attrs_post_init__(self) -> None:
         try:
-            # `sigmoid_topk` raises the same as a ValueError; a config is the user's input.
+            # `biased_topk` raises the same as a ValueError; a config is the user's input.
             check_expert_groups("Experts", self.count, self.top_k, self.groups, self.groups_chosen)
         except ValueError as error:
             raise ConfigError(str(error), where="experts", got=attrs.asdict(self)) from None
         # `softmax_topk` has none of these, so they would be ignored without a word.
         if self.scores == "softmax" and (self.biased or self.groups > 1 or self.scale != 1):
             raise ConfigError(
-                "Experts: a bias, groups and a scale are for scores='sigmoid'",
+                "Experts: a bias, groups and a scale are for scores='sigmoid' or 'sqrtsoftplus'",
                 where="experts",
+                got=attrs.asdict(self),
+            )
+        if self.clamp is not None and not (self.gated and self.activation == "silu"):
+            raise ConfigError(
+                "Experts: a clamp is for gated experts with silu",
+                where="clamp",
                 got=attrs.asdict(self),
             )
         if self.shared_gate and not self.shared:
@@ -429,6 +454,11 @@ class Experts:
                 "set renormalize=False",
                 where="renormalize",
             )
+
+    @property
+    def shared_mlp(self) -> FeedForward:
+        """The MLP of the shared expert, of the same kind as the experts."""
+        return FeedForward(gated=self.gated, activation=self.activation)
 
     def layers(self, layers: int) -> list[int]:
         """Return the indices of the layers with experts, in a model of `layers` layers.
@@ -493,6 +523,10 @@ class DecoderConfig:
         score_softcap: c, where a score s becomes c * tanh(s / c) (Gemma 2).
         logit_softcap: The same for logits.
         embedding_scale: The factor of embeddings, rounded to their dtype (Gemma).
+        residual_scale: The factor of what attention and the MLP add to the stream (Granite).
+        logit_divisor: What logits are divided by (Granite).
+        no_rope_every: Layers no_rope_every - 1, 2 * no_rope_every - 1, and so on have no positions
+            (SmolLM3); all have when None.
         delta: The layers with the gated delta rule in place of attention (Qwen3-Next).
         attention_sinks: Whether each head has a learned logit in the denominator of its softmax
             (gpt-oss); see `attention.add_sink`.
@@ -534,6 +568,9 @@ class DecoderConfig:
     score_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float | None = None
+    residual_scale: float | None = None
+    logit_divisor: float | None = None
+    no_rope_every: int | None = None
     delta: Delta | None = None
     attention_sinks: bool = False
 
@@ -555,6 +592,7 @@ class DecoderConfig:
                 "attention_gate",
                 "rotary_dim",
                 "positions",
+                "no_rope_every",
                 "attention_sinks",
             ):
                 self._require(field, "left out, with latents", ok=not getattr(self, field))
@@ -593,9 +631,11 @@ class DecoderConfig:
         ok = self.qk_norm != "wide" or self.norm_config.kind == "rms"
         self._require("qk_norm", "per head, where norms are no RMSNorms", ok=ok)
         ok = self.experts is None or self.feed_forward in (None, FeedForward())
-        self._require("feed_forward", "left out, with experts, which are SwiGLUs", ok=ok)
+        self._require(
+            "feed_forward", "left out, with experts, which have gated and activation", ok=ok
+        )
         sliding_theta = self.sliding and self.sliding.rope_theta
-        rotary = self.rope_scaling or self.rotary_dim or sliding_theta
+        rotary = self.rope_scaling or self.rotary_dim or sliding_theta or self.no_rope_every
         ok = self.positions is None or not rotary
         self._require("positions", "left out, where rotary positions are configured", ok=ok)
         if isinstance(self.rope_scaling, LongRopeScaling):  # the others scale any number of pairs
@@ -608,6 +648,9 @@ class DecoderConfig:
             "score_softcap",
             "logit_softcap",
             "embedding_scale",
+            "residual_scale",
+            "logit_divisor",
+            "no_rope_every",
         ):
             value = getattr(self, field)
             self._require(field, "above 0", ok=value is None or 0 < value < math.inf)
@@ -635,11 +678,14 @@ class DecoderConfig:
             return self.latents.rotary
         return self.head_size if self.rotary_dim is None else self.rotary_dim
 
-    @property
-    def score_scale(self) -> float | None:
-        """The factor of attention scores; None for 1 / sqrt(head_size)."""
-        # Only YaRN sharpens scores.
+    def score_scale(self, layer: int) -> float | None:
+        """Return the factor of a layer's attention scores; None for 1 / sqrt(head_size)."""
+        has_own_theta = self.sliding is not None and self.sliding.rope_theta is not None
+        is_unscaled = has_own_theta and layer in self.sliding_layers
+        # Only YaRN sharpens scores, and only those of positions that it scales.
         sharpening = getattr(self.rope_scaling, "sharpening", None)
+        if is_unscaled or layer in self.no_rope_layers:
+            sharpening = None
         if sharpening is None and self.query_scalar is None:
             return None
         return (self.query_scalar or self.head_size) ** -0.5 * (sharpening or 1.0)
@@ -664,6 +710,12 @@ class DecoderConfig:
     def sliding_layers(self) -> list[int]:
         """The indices of the layers with sliding-window attention."""
         return [] if self.sliding is None else self.sliding.layers(self.layers)
+
+    @property
+    def no_rope_layers(self) -> list[int]:
+        """The indices of the layers without positions, where the others have rotary ones."""
+        every = self.no_rope_every
+        return [] if every is None else [*range(every - 1, self.layers, every)]
 
     @property
     def delta_layers(self) -> list[int]:
@@ -728,18 +780,19 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 def _expert_shapes(experts: Experts, width: int) -> dict[str, tuple[int, ...]]:
     # The matrices of all experts are one tensor each, which a grouped product needs.
-    matrices = {
-        "gate": (experts.count, experts.width, width),
+    matrices: dict[str, tuple[int, ...]] = {
         "up": (experts.count, experts.width, width),
         "down": (experts.count, width, experts.width),
     }
+    if experts.gated:
+        matrices = {"gate": matrices["up"], **matrices}
     shapes: dict[str, tuple[int, ...]] = {"mlp.router.weight": (experts.count, width)}
     shapes |= {f"mlp.experts.{name}": shape for name, shape in matrices.items()}
     if experts.bias:
         shapes["mlp.router.logit_bias"] = (experts.count,)
         shapes |= {f"mlp.experts.{name}_bias": shape[:2] for name, shape in matrices.items()}
     if experts.shared:
-        shapes |= _mlp_shapes("mlp.shared", width, experts.shared, FeedForward())
+        shapes |= _mlp_shapes("mlp.shared", width, experts.shared, experts.shared_mlp)
     if experts.shared_gate:
         shapes["mlp.shared_gate.weight"] = (1, width)
     return shapes
@@ -873,7 +926,6 @@ def idle_parameters(config: DecoderConfig) -> int:
     experts = config.experts
     if experts is None:
         return 0
-    # A SwiGLU has three matrices: gate, up and down.
-    matrices = 3 * config.width * experts.width
-    biases = 2 * experts.width + config.width if experts.bias else 0
+    matrices = (3 if experts.gated else 2) * config.width * experts.width  # gate, up and down
+    biases = (1 + experts.gated) * experts.width + config.width if experts.bias else 0
     return (experts.count - experts.top_k) * (matrices + biases)

@@ -361,6 +361,101 @@ OLMO2 = {
     "use_cache": False,
     "vocab_size": 100352,
 }
+OLMO3 = {
+    "architectures": ["Olmo3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": 100257,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8,
+    "max_position_embeddings": 65536,
+    "model_type": "olmo3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pad_token_id": 100277,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "yarn",
+    },
+    "rope_theta": 500000,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.57.1",
+    "use_cache": True,
+    "vocab_size": 100278,
+}
+SMOLLM3 = {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": None,
+    "eos_token_id": 128012,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "layer_types": ["full_attention"] * 36,
+    "max_position_embeddings": 65536,
+    "max_window_layers": 28,
+    "mlp_bias": False,
+    "model_type": "smollm3",
+    "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0] * 9,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 4,
+    "pad_token_id": 128004,
+    "pretraining_tp": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 5000000.0,
+    "sliding_window": None,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.54.0.dev0",
+    "use_cache": False,
+    "use_sliding_window": False,
+    "vocab_size": 128256,
+}
+GRANITE = {
+    "architectures": ["GraniteForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.1,
+    "attention_multiplier": 0.0078125,
+    "bos_token_id": 0,
+    "embedding_multiplier": 12.0,
+    "eos_token_id": 0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12800,
+    "logits_scaling": 16.0,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "granite",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "pad_token_id": 0,
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.46.0.dev0",
+    "use_cache": True,
+    "vocab_size": 49155,
+}
 MIXTRAL = {
     "architectures": ["MixtralForCausalLM"],
     "attention_dropout": 0.0,
@@ -484,6 +579,17 @@ GLM = {
     "use_cache": True,
     "use_qk_norm": False,
     "vocab_size": 151552,
+}
+GLM_4_6 = GLM | {
+    "first_k_dense_replace": 3,
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 202752,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 160,
+    "num_hidden_layers": 92,
+    "routed_scaling_factor": 2.5,
+    "use_qk_norm": True,
 }
 GPT_OSS = {
     "architectures": ["GptOssForCausalLM"],
@@ -661,9 +767,13 @@ FORMS = {
     "gemma-2-2b": GEMMA2,
     "gemma-3-1b-it": GEMMA3,
     "OLMo-2-0425-1B": OLMO2,
+    "Olmo-3-1025-7B": OLMO3,
+    "SmolLM3-3B": SMOLLM3,
+    "granite-3.3-8b": GRANITE,
     "Mixtral-8x7B": MIXTRAL,
     "DeepSeek-V3": DEEPSEEK,
     "GLM-4.5-Air": GLM,
+    "GLM-4.6": GLM_4_6,
     "gpt-oss-20b": GPT_OSS,
     "Qwen3-Next-80B-A3B": QWEN3_NEXT,
     "Qwen3.5-27B": QWEN3_5,
@@ -709,10 +819,9 @@ def shrunk(name):
         small["num_key_value_heads"] = 4 if alike else 2
     if values["model_type"] == "gemma3_text":
         small["num_hidden_layers"] = 7  # of which the sixth sees all
-    if "layer_types" in values and "linear_attention" in values["layer_types"]:
-        small["layer_types"] = values["layer_types"][: small["num_hidden_layers"]]
-    if "layer_types" in values:
-        small["layer_types"] = values["layer_types"][: small["num_hidden_layers"]]
+    for key in ("layer_types", "no_rope_layers"):
+        if key in values:
+            small[key] = values[key][: small["num_hidden_layers"]]
     if "long_factor" in (values.get("rope_scaling") or {}):
         small["rope_scaling"] = {
             key: value[:3] if isinstance(value, list) else value

@@ -3,13 +3,14 @@
 import functools
 import re
 import shutil
+from pathlib import Path
 
 import attrs
 import orjson
 import pytest
 import torch
 from torch import nn
-from weights.hub import published, tiny
+from weights.hub import published, tables, tiny
 
 from trainkit import hub
 from trainkit.batch import batch_from_rows
@@ -84,7 +85,7 @@ def near(got, want, what):
     """Compare by max|a - b| / max|b|."""
     assert got.shape == want.shape, what
     # Without rotary positions the bias of keys has no gradient: 0 up to rounding, on both sides.
-    assert (got - want).abs().max() <= 1e-5 * want.abs().max() + 1e-8, what
+    assert (got - want).abs().max() <= tables.TOLERANCE * want.abs().max() + 1e-8, what
 
 
 @pytest.mark.parametrize("row", tiny.ROWS)
@@ -231,6 +232,20 @@ def test_a_config_that_is_written_is_read_by_transformers_and_by_us_as_the_same(
     assert {k: got.get(k) for k in want if k not in skipped} == {
         k: want[k] for k in want if k not in skipped
     }
+
+
+PAGES = Path(__file__).parents[3]
+
+
+def test_the_pages_have_the_tables_that_are_made_here():
+    for table, page in (
+        (tables.make_family_table(), "docs/howto/hugging-face-folders.md"),
+        (tables.make_short_family_table(), "README.md"),
+    ):
+        assert table in (PAGES / page).read_text(), f"{page} needs this table:\n{table}"
+    count = f"| model families | {len(hub.FAMILIES)} |"
+    for page in ("README.md", "docs/comparison.md"):
+        assert count in (PAGES / page).read_text(), f"{page} needs {count}"
 
 
 @pytest.mark.parametrize("name", list_decoder_sizes())

@@ -80,6 +80,12 @@ OF_GEMMA = {
     "sliding_window": 6,
     "final_logit_softcapping": 3.0,
 }
+OF_GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 8.0,
+}
 LOCAL_ROPE = {
     "rope_parameters": {
         "full_attention": {"rope_type": "linear", "rope_theta": 50.0, "factor": 4.0},
@@ -143,6 +149,31 @@ ROWS = {
     ),
     "olmo2": ("Olmo2", PLAIN | {"pad_token_id": None}),
     "olmo2 tied": ("Olmo2", LLAMA3 | {"pad_token_id": None, "tie_word_embeddings": True}),
+    "olmo3": (
+        "Olmo3",
+        {"rope_parameters": {"full_attention": YARN["rope_parameters"]}}
+        | {"pad_token_id": None, "num_hidden_layers": 5, "sliding_window": 6},
+    ),
+    "olmo3 tied, all see": (
+        "Olmo3",
+        {"rope_parameters": {"full_attention": PLAIN["rope_parameters"]}}
+        | {"pad_token_id": None, "tie_word_embeddings": True}
+        | {"layer_types": ["full_attention"] * 2},
+    ),
+    "smollm3": ("SmolLM3", PLAIN | {"pad_token_id": None, "num_hidden_layers": 5}),
+    "smollm3 untied, every other layer, biases": (
+        "SmolLM3",
+        YARN
+        | {"pad_token_id": None, "tie_word_embeddings": False, "no_rope_layers": [1, 0]}
+        | {"attention_bias": True, "mlp_bias": True},
+    ),
+    "granite": ("Granite", LLAMA3 | OF_GRANITE | {"attention_bias": True, "mlp_bias": True}),
+    "granite tied": (  # in few layers a tied embedding times 12 would only repeat itself
+        "Granite",
+        PLAIN
+        | OF_GRANITE
+        | {"tie_word_embeddings": True, "embedding_multiplier": 0.5, "residual_multiplier": 2.0},
+    ),
     "gpt2": ("GPT2", {}),
     "gpt2 untied": ("GPT2", {"tie_word_embeddings": False, "activation_function": "gelu"}),
     "phi3, a part of each head, windows": (
@@ -241,6 +272,9 @@ BESIDE = {
     "gemma2, untied, no caps",
     "gemma3, untied, all see",
     "olmo2 tied",
+    "olmo3 tied, all see",
+    "smollm3 untied, every other layer, biases",
+    "granite tied",
     "gpt2 untied",
     "phi3 longrope, short",
     "qwen3_moe",

@@ -16,6 +16,12 @@ import attrs
 from trainkit.models.config import DecoderConfig
 from trainkit.weights.hub.links import HFTensor
 
+KINDS = ("full_attention", "sliding_attention")
+"""The names of full and of sliding layers, in `layer_types` and in `rope_parameters`."""
+
+DELTA = "linear_attention"
+"""The name of layers with the gated delta rule in `layer_types`."""
+
 
 @attrs.frozen(eq=False)
 class Key:
@@ -39,6 +45,7 @@ class Family:
 
     Attributes:
         model_type: Its name in a `config.json`.
+        models: The models that people know it by, for messages and tables.
         architecture: Its class in `transformers`.
         keys: The field of each key, "experts.count" for one of `Experts`; a key may set two.
         aliases: Other names of keys.
@@ -50,7 +57,8 @@ class Family:
         needs_rope: Whether a file must have a table of rotary positions.
         windows: The fields of `Sliding` except the window, for files without `layer_types`; a text
             is the key that has the value. None if the family has no sliding windows.
-        local_rope: Whether sliding layers have a rotary theta of their own.
+        local_rope: The key of the rotary theta of sliding layers, whose wavelengths are then not
+            scaled; None if all layers have the same.
         has_delta: Whether layers of type "linear_attention" are delta layers.
         names: From a configuration to where each tensor is, by our names; `{i}` is the layer in
             both.
@@ -59,6 +67,7 @@ class Family:
     """
 
     model_type: str
+    models: str = ""
     architecture: str
     keys: Mapping[str, str | Key | Sequence[str]]
     aliases: Mapping[str, str] = attrs.field(factory=dict)
@@ -69,10 +78,21 @@ class Family:
     ropes: Sequence[str] = ("default", "linear", "llama3", "yarn")
     needs_rope: bool = False
     windows: Mapping[str, int | str] | None = None
-    local_rope: bool = False
+    local_rope: str | None = None
     has_delta: bool = False
     names: Callable[[DecoderConfig], Mapping[str, HFTensor]]
     ignored_tensors: Sequence[str] = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
+
+    @property
+    def layer_types(self) -> tuple[str, ...]:
+        """The entries that `layer_types` may have."""
+        return (KINDS[0], *KINDS[1:] * (self.windows is not None), *[DELTA] * self.has_delta)
+
+    @property
+    def known_keys(self) -> frozenset[str]:
+        """The keys of a `config.json` that are its own."""
+        own = {*self.keys, *self.aliases, *self.only, *self.defaults, *self.ignored_keys}
+        return frozenset(own)
 
 
 # ------------------------------------------------------------------------------------------- names
@@ -192,6 +212,7 @@ _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "relu2",
 }
 
 
@@ -217,6 +238,7 @@ _BIAS_DEFAULTS = {**_DENSE_DEFAULTS, "attention_bias": False}
 # Touvron et al., "LLaMA" (2023) and "Llama 2" (2023). The families below say what differs.
 _LLAMA = Family(
     model_type="llama",
+    models="Llama 2 and 3, TinyLlama, SmolLM2",
     architecture="LlamaForCausalLM",
     keys={**_BIAS_KEYS, "mlp_bias": "feed_forward.bias"},
     defaults={**_BIAS_DEFAULTS, "mlp_bias": False},
@@ -227,6 +249,7 @@ _LLAMA = Family(
 # Jiang et al., "Mistral 7B" (2023): sliding windows.
 _MISTRAL = Family(
     model_type="mistral",
+    models="Mistral 7B, Mistral Nemo",
     architecture="MistralForCausalLM",
     keys=_DENSE_KEYS,
     defaults={**_DENSE_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
@@ -238,6 +261,7 @@ _MISTRAL = Family(
 # Yang et al., "Qwen2 Technical Report" (2024): biases of queries, keys and values.
 _QWEN2 = Family(
     model_type="qwen2",
+    models="Qwen2, Qwen2.5, QwQ",
     architecture="Qwen2ForCausalLM",
     keys=_DENSE_KEYS,
     defaults=_DENSE_DEFAULTS | _WINDOWS,
@@ -250,6 +274,7 @@ _QWEN2 = Family(
 # "Qwen3 Technical Report" (2025): norms of queries and keys in place of these biases.
 _QWEN3 = Family(
     model_type="qwen3",
+    models="Qwen3",
     architecture="Qwen3ForCausalLM",
     keys=_BIAS_KEYS,
     defaults={**_BIAS_DEFAULTS, **_WINDOWS, "head_dim": 128},
@@ -262,6 +287,7 @@ _QWEN3 = Family(
 # Abdin et al., "Phi-3 Technical Report" (2024): fused matrices, LongRoPE.
 _PHI3 = Family(
     model_type="phi3",
+    models="Phi 3, Phi 4",
     architecture="Phi3ForCausalLM",
     keys=_DENSE_KEYS,
     defaults={
@@ -283,6 +309,7 @@ _PHI3 = Family(
 # "Gemma 2" (2024): norms on both sides of attention and MLP, soft caps, scaled embeddings.
 _GEMMA2 = Family(
     model_type="gemma2",
+    models="Gemma 2",
     architecture="Gemma2ForCausalLM",
     keys={
         **{key: field for key, field in _BIAS_KEYS.items() if key != "hidden_act"},
@@ -319,6 +346,7 @@ _GEMMA2 = Family(
 # five sliding layers, with a theta of their own, for each full one.
 _GEMMA3 = Family(
     model_type="gemma3_text",
+    models="Gemma 3 (1B, 270M)",
     architecture="Gemma3ForCausalLM",
     keys={k: field for k, field in _GEMMA2.keys.items() if k != "attn_logit_softcapping"},
     aliases=_GEMMA2.aliases,
@@ -333,7 +361,7 @@ _GEMMA3 = Family(
     only={"use_bidirectional_attention": (False,), "attn_logit_softcapping": (None,)},
     ignored_keys=frozenset({"cache_implementation", "_sliding_window_pattern"}),
     windows={"full_every": "sliding_window_pattern"},
-    local_rope=True,
+    local_rope="rope_local_base_freq",
     names=lambda _: _NAMES | _NORMS_AROUND,
 )
 
@@ -341,12 +369,98 @@ _GEMMA3 = Family(
 # "2 OLMo 2 Furious" (2025): norms after attention and MLP, none before.
 _OLMO2 = Family(
     model_type="olmo2",
+    models="OLMo 2",
     architecture="Olmo2ForCausalLM",
     keys={key: field for key, field in _BIAS_KEYS.items() if key != "head_dim"},
     defaults={**_BIAS_DEFAULTS, "rms_norm_eps": 1e-5},
     fixed={"norms.place": "after", "qk_norm": "wide"},  # one norm over all heads of q, or of k
     names=lambda _: _NAMES | _NORMS_AROUND,  # of which it has those after alone
 )
+
+
+# "Olmo 3" (2025): three sliding layers, whose positions are not scaled, for each full one.
+_OLMO3 = attrs.evolve(
+    _OLMO2,
+    model_type="olmo3",
+    models="OLMo 3",
+    architecture="Olmo3ForCausalLM",
+    defaults={**_OLMO2.defaults, "rope_theta": 500_000.0, "sliding_window": 4096},
+    windows={"full_every": 4},
+    local_rope="rope_theta",
+)
+
+
+def _read_no_rope(value: Any, config: Mapping[str, Any]) -> int | None:
+    """Return the interval of layers without positions, from a list of whether each has them."""
+    layers = config["num_hidden_layers"]
+    if value is None:
+        return _whole(config["no_rope_layer_interval"])
+    bare = [i for i, has_rope in enumerate(value[:layers]) if not has_rope]
+    every = bare[0] + 1 if bare else None
+    if len(value) < layers or (every and bare != [*range(every - 1, layers, every)]):
+        raise ValueError(
+            f"a list of 1 and 0 for {layers} layers, in which every n-th is 0, is supported"
+        )
+    return every
+
+
+def _write_no_rope(_: int | None, config: DecoderConfig) -> list[int]:
+    return [int(i not in config.no_rope_layers) for i in range(config.layers)]
+
+
+# Bakouch et al., "SmolLM3" (2025): every fourth layer has no positions.
+_SMOLLM3 = Family(
+    model_type="smollm3",
+    models="SmolLM3",
+    architecture="SmolLM3ForCausalLM",
+    keys={
+        **_LLAMA.keys,
+        "no_rope_layers": Key("no_rope_every", _read_no_rope, _write_no_rope),
+    },
+    defaults={
+        **_LLAMA.defaults,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "rope_theta": 2_000_000.0,
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 4,
+        "use_sliding_window": False,
+    },
+    # There the windows would be in the layers without positions.
+    only={"use_sliding_window": (False,)},
+    names=lambda _: _NAMES,
+)
+
+
+# Scores have a factor there, and are divided by a root here. The square is rounded, so that a
+# factor comes back as itself.
+_SCORE_FACTOR = Key(
+    "query_scalar",
+    lambda factor, _: float(f"{_number(factor) ** -2:.12g}"),
+    lambda scalar, _: scalar**-0.5,
+)
+
+# "Granite 3.0 Language Models" (2024): factors of embeddings, scores, branches and logits.
+_GRANITE_KEYS = {
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_divisor",
+    "attention_multiplier": _SCORE_FACTOR,
+}
+_GRANITE = Family(
+    model_type="granite",
+    models="Granite 3",
+    architecture="GraniteForCausalLM",
+    keys={**_LLAMA.keys, **_GRANITE_KEYS},
+    defaults={**_LLAMA.defaults, **dict.fromkeys(_GRANITE_KEYS, 1.0)},
+    names=lambda _: _NAMES,
+)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e9:
+        raise ValueError("it must be a number above 0")
+    return value
 
 
 def _whole(value: Any) -> int:
@@ -389,6 +503,7 @@ _GPT2_NAMES = {
 # LayerNorm, biases everywhere, an MLP without a gate.
 _GPT2 = Family(
     model_type="gpt2",
+    models="GPT-2",
     architecture="GPT2LMHeadModel",
     keys={
         "vocab_size": "vocab_size",
@@ -453,6 +568,7 @@ _GPT2 = Family(
 # Jiang et al., "Mixtral of Experts" (2024): softmax routing to two of eight experts in each layer.
 _MIXTRAL = Family(
     model_type="mixtral",
+    models="Mixtral",
     architecture="MixtralForCausalLM",
     keys={
         **_KEYS,
@@ -489,6 +605,7 @@ def _first_layers(value: Any, _: Mapping[str, Any]) -> int:
 # "Qwen3 Technical Report" (2025): experts with softmax routing, and none that all tokens share.
 _QWEN3_MOE = Family(
     model_type="qwen3_moe",
+    models="Qwen3-30B-A3B, Qwen3-235B-A22B",
     architecture="Qwen3MoeForCausalLM",
     keys={
         **_KEYS,
@@ -575,6 +692,7 @@ def _deepseek_names(config: DecoderConfig) -> dict[str, HFTensor]:
 # scores, in groups, and shared experts for all tokens.
 _DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
+    models="DeepSeek-V3, DeepSeek-R1",
     architecture="DeepseekV3ForCausalLM",
     keys={
         **{key: field for key, field in _KEYS.items() if key != "head_dim"},
@@ -604,6 +722,7 @@ _DEEPSEEK_V3 = Family(
 # "GLM-4.5" (2025): the experts of DeepSeek-V3 with grouped-query attention.
 _GLM4_MOE = Family(
     model_type="glm4_moe",
+    models="GLM-4.5, GLM-4.6, GLM-4.7",
     architecture="Glm4MoeForCausalLM",
     keys={**_KEYS, **_SIGMOID_KEYS, "attention_bias": "qkv_bias", "use_qk_norm": "qk_norm"},
     defaults={
@@ -652,6 +771,7 @@ _GPT_OSS_NAMES = _block(
 # layer, experts with biases and clamped inner values.
 _GPT_OSS = Family(
     model_type="gpt_oss",
+    models="gpt-oss",
     architecture="GptOssForCausalLM",
     keys={
         **_KEYS,
@@ -783,6 +903,7 @@ def _qwen3_next_names(config: DecoderConfig) -> dict[str, HFTensor]:
 # gated shared one.
 _QWEN3_NEXT = Family(
     model_type="qwen3_next",
+    models="Qwen3-Next-80B-A3B",
     architecture="Qwen3NextForCausalLM",
     keys={
         **_DELTA_KEYS,
@@ -818,6 +939,7 @@ def _qwen3_5_names(config: DecoderConfig) -> dict[str, HFTensor]:
 # "Qwen3.5" (2026): the layers of Qwen3-Next, dense or with experts in every layer.
 _QWEN3_5 = Family(
     model_type="qwen3_5_text",
+    models="Qwen3.5",
     architecture="Qwen3_5ForCausalLM",
     keys=_DELTA_KEYS,
     defaults={**_DELTA_DEFAULTS, "num_key_value_heads": 4},
@@ -827,6 +949,7 @@ _QWEN3_5 = Family(
 )
 _QWEN3_5_MOE = Family(
     model_type="qwen3_5_moe_text",
+    models="Qwen3.5-35B-A3B",
     architecture="Qwen3_5MoeForCausalLM",
     keys={
         **{key: field for key, field in _DELTA_KEYS.items() if key != "intermediate_size"},
@@ -849,6 +972,9 @@ FAMILIES = (
     _GEMMA2,
     _GEMMA3,
     _OLMO2,
+    _OLMO3,
+    _SMOLLM3,
+    _GRANITE,
     _GPT2,
     _MIXTRAL,
     _QWEN3_MOE,
@@ -860,3 +986,16 @@ FAMILIES = (
     _QWEN3_5_MOE,
 )
 """Every family; of those that compute the same, the first is what is written."""
+
+
+def list_who(has: Callable[[Family], bool]) -> str:
+    """Return the end of a message about something that a family lacks: the families that have it.
+
+    Examples:
+        >>> list_who(lambda family: "longrope" in family.ropes), list_who(lambda _: False)
+        (', which phi3 has', '')
+    """
+    names = [family.model_type for family in FAMILIES if has(family)]
+    if not names:
+        return ""
+    return f", which {' and '.join(names[:3])} {'have' if len(names) > 1 else 'has'}"
