@@ -686,30 +686,20 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         (32, 64)
     """
     # Names are those of `Decoder.named_parameters`, shapes those of torch: [out, in].
-    width, norms, experts = config.width, config.norm_config, config.experts
+    width, norms = config.width, config.norm_config
     # What every block has; its MLP follows, which only some layers replace by experts.
     block: dict[str, tuple[int, ...]] = {}
     for name in ["norm"] * norms.before + ["out_norm"] * norms.after:
         for half in ("attention", "mlp"):
             block |= _norm_shapes(f"{half}_{name}", width, config)
     attention = _attention_shapes(config)
-    delta: dict[str, tuple[int, ...]] = {}
+    delta = dict[str, tuple[int, ...]]()
     if config.delta is not None:
-        delta = _delta_shapes(config, config.delta)
+        delta = _delta_shapes(width, config.delta)
     mlp = _mlp_shapes("mlp", width, config.mlp_width, config.feed_forward_config)
-    expert_mlp: dict[str, tuple[int, ...]] = {}
-    if experts is not None:
-        # The matrices of all experts are one tensor each, which a grouped product needs.
-        expert_mlp["mlp.router.weight"] = (experts.count, width)
-        expert_mlp["mlp.experts.gate"] = (experts.count, experts.width, width)
-        expert_mlp["mlp.experts.up"] = (experts.count, experts.width, width)
-        expert_mlp["mlp.experts.down"] = (experts.count, width, experts.width)
-        if experts.bias:
-            expert_mlp["mlp.router.logit_bias"] = (experts.count,)
-            for name in ("gate", "up", "down"):
-                expert_mlp[f"mlp.experts.{name}_bias"] = expert_mlp[f"mlp.experts.{name}"][:2]
-        if experts.shared:
-            expert_mlp |= _mlp_shapes("mlp.shared", width, experts.shared, FeedForward())
+    expert_mlp = dict[str, tuple[int, ...]]()
+    if config.experts is not None:
+        expert_mlp = _expert_shapes(width, config.experts)
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, width)}
     if config.positions is not None:
         shapes["positions.weight"] = (config.positions, width)
@@ -776,14 +766,14 @@ def _latent_shapes(config: DecoderConfig, latents: Latents) -> dict[str, tuple[i
     return shapes
 
 
-def _delta_shapes(config: DecoderConfig, delta: Delta) -> dict[str, tuple[int, ...]]:
+def _delta_shapes(width: int, delta: Delta) -> dict[str, tuple[int, ...]]:
     keys, values = delta.key_heads * delta.key_size, delta.value_heads * delta.value_size
-    gates = (delta.value_heads, config.width)
+    gates = (delta.value_heads, width)
     return {
-        "wq.weight": (keys, config.width),
-        "wk.weight": (keys, config.width),
-        "wv.weight": (values, config.width),
-        "wg.weight": (values, config.width),
+        "wq.weight": (keys, width),
+        "wk.weight": (keys, width),
+        "wv.weight": (values, width),
+        "wg.weight": (values, width),
         "wb.weight": gates,
         "wa.weight": gates,
         "wa.bias": gates[:1],
@@ -793,8 +783,25 @@ def _delta_shapes(config: DecoderConfig, delta: Delta) -> dict[str, tuple[int, .
         "v_conv.weight": (values, delta.conv),
         # One weight for all heads, and never an offset: the norm is that of the rule.
         "gated_norm.weight": (delta.value_size,),
-        "wo.weight": (config.width, values),
+        "wo.weight": (width, values),
     }
+
+
+def _expert_shapes(width: int, experts: Experts) -> dict[str, tuple[int, ...]]:
+    # The matrices of all experts are one tensor each, which a grouped product needs.
+    shapes: dict[str, tuple[int, ...]] = {
+        "mlp.router.weight": (experts.count, width),
+        "mlp.experts.gate": (experts.count, experts.width, width),
+        "mlp.experts.up": (experts.count, experts.width, width),
+        "mlp.experts.down": (experts.count, width, experts.width),
+    }
+    if experts.bias:
+        shapes["mlp.router.logit_bias"] = (experts.count,)
+        for name in ("gate", "up", "down"):
+            shapes[f"mlp.experts.{name}_bias"] = shapes[f"mlp.experts.{name}"][:2]
+    if experts.shared:
+        shapes |= _mlp_shapes("mlp.shared", width, experts.shared, FeedForward())
+    return shapes
 
 
 def _mlp_shapes(
