@@ -7,7 +7,7 @@ saved before an option existed still means the same model.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import attrs
 from attrs.validators import optional
@@ -16,6 +16,9 @@ from trainkit.types import ConfigError, check_range, non_negative, one_of, satis
 
 # Ranges are written as comparisons with both bounds, because NaN fails each of them.
 _POSITIVE = satisfies(lambda value: 0 < value < math.inf, "above 0 and finite")
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+"""The activations of an MLP or of experts."""
 
 
 @attrs.frozen
@@ -233,10 +236,9 @@ class FeedForward:
     gated: bool = True
     """Whether the MLP is a gated linear unit (Shazeer, "GLU variants", 2020)."""
 
-    activation: Literal["silu", "gelu", "gelu_tanh"] = attrs.field(
-        default="silu", validator=one_of("silu", "gelu", "gelu_tanh")
-    )
-    """gelu_tanh is GELU's approximation by tanh (Hendrycks and Gimpel, 2016)."""
+    activation: Activation = attrs.field(default="silu", validator=one_of(*get_args(Activation)))
+    """gelu_tanh is GELU's approximation by tanh (Hendrycks and Gimpel, 2016); relu2 the square of
+    ReLU (So et al., "Primer", 2021)."""
 
     bias: bool = False
     """Whether its linear layers have biases."""
@@ -365,10 +367,20 @@ class Experts:
     every: int = attrs.field(default=1, validator=_POSITIVE)
     """The interval of layers with experts: layers every - 1, 2 * every - 1, and so on."""
 
-    scores: Literal["softmax", "sigmoid"] = attrs.field(
-        default="softmax", validator=one_of("softmax", "sigmoid")
+    gated: bool = True
+    """Whether an expert is a gated linear unit, as in `FeedForward`; the shared expert too."""
+
+    activation: Activation = attrs.field(default="silu", validator=one_of(*get_args(Activation)))
+    """The activation of the experts and of the shared expert."""
+
+    scores: Literal["softmax", "sigmoid", "sqrtsoftplus"] = attrs.field(
+        default="softmax", validator=one_of("softmax", "sigmoid", "sqrtsoftplus")
     )
-    """The function from logits to scores; see `softmax_topk` and `sigmoid_topk`."""
+    """The function from logits to scores; see `softmax_topk` and `biased_topk`."""
+
+    hash_layers: int = attrs.field(default=0, validator=non_negative)
+    """How many of the first layers with experts choose by a hash of the token (`hash_experts`);
+    scores still weight their experts. They must be in the first pipeline stage."""
 
     renormalize: bool = True
     """Whether a token's weights are divided by their sum."""
@@ -393,6 +405,13 @@ class Experts:
     and drops the others. 0 drops none. Each rank limits its own microbatch, so the dropped choices
     depend on the layout; see `apply_capacity`."""
 
+    load_limit: float = attrs.field(
+        default=0.0,
+        validator=satisfies(lambda value: 0 <= value < math.inf, "at least 0 and finite"),
+    )
+    """The multiple of an equal share of the load of the last global batch from which on an expert's
+    outputs are scaled down; 0 scales none. See `scale_by_load`."""
+
     jitter: float = attrs.field(
         default=0.0, validator=satisfies(lambda value: 0 <= value < 1, "in [0, 1)")
     )
@@ -410,15 +429,21 @@ class Experts:
 
     def __attrs_post_init__(self) -> None:
         try:
-            # `sigmoid_topk` raises the same as a ValueError; a config is the user's input.
+            # `biased_topk` raises the same as a ValueError; a config is the user's input.
             check_expert_groups("Experts", self.count, self.top_k, self.groups, self.groups_chosen)
         except ValueError as error:
             raise ConfigError(str(error), where="experts", got=attrs.asdict(self)) from None
         # `softmax_topk` has none of these, so they would be ignored without a word.
         if self.scores == "softmax" and (self.biased or self.groups > 1 or self.scale != 1):
             raise ConfigError(
-                "Experts: a bias, groups and a scale are for scores='sigmoid'",
+                "Experts: a bias, groups and a scale are for scores='sigmoid' or 'sqrtsoftplus'",
                 where="experts",
+                got=attrs.asdict(self),
+            )
+        if self.clamp is not None and not (self.gated and self.activation == "silu"):
+            raise ConfigError(
+                "Experts: a clamp is for gated experts with silu",
+                where="clamp",
                 got=attrs.asdict(self),
             )
         if self.shared_gate and not self.shared:
@@ -432,6 +457,11 @@ class Experts:
                 "set renormalize=False",
                 where="renormalize",
             )
+
+    @property
+    def shared_mlp(self) -> FeedForward:
+        """The MLP of the shared expert, of the same kind as the experts."""
+        return FeedForward(gated=self.gated, activation=self.activation)
 
     def layers(self, layers: int) -> list[int]:
         """Return the indices of the layers with experts, in a model of `layers` layers.
@@ -604,7 +634,9 @@ class DecoderConfig:
         ok = self.qk_norm != "wide" or self.norm_config.kind == "rms"
         self._require("qk_norm", "per head, where norms are no RMSNorms", ok=ok)
         ok = self.experts is None or self.feed_forward in (None, FeedForward())
-        self._require("feed_forward", "left out, with experts, which are SwiGLUs", ok=ok)
+        self._require(
+            "feed_forward", "left out, with experts, which have gated and activation", ok=ok
+        )
         sliding_theta = self.sliding and self.sliding.rope_theta
         rotary = self.rope_scaling or self.rotary_dim or sliding_theta or self.no_rope_every
         ok = self.positions is None or not rotary
@@ -728,9 +760,9 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         for half in ("attention", "mlp"):
             block |= _norm_shapes(f"{half}_{name}", width, config)
     attention = _attention_shapes(config)
-    delta: dict[str, tuple[int, ...]] = {}
+    delta = dict[str, tuple[int, ...]]()
     if config.delta is not None:
-        delta = _delta_shapes(config, config.delta)
+        delta = _delta_shapes(width, config.delta)
     mlp = _mlp_shapes("mlp", width, config.mlp_width, config.feed_forward_config)
     expert_mlp = {} if experts is None else _expert_shapes(experts, width)
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, width)}
@@ -751,18 +783,19 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 def _expert_shapes(experts: Experts, width: int) -> dict[str, tuple[int, ...]]:
     # The matrices of all experts are one tensor each, which a grouped product needs.
-    matrices = {
-        "gate": (experts.count, experts.width, width),
+    matrices: dict[str, tuple[int, ...]] = {
         "up": (experts.count, experts.width, width),
         "down": (experts.count, width, experts.width),
     }
+    if experts.gated:
+        matrices = {"gate": matrices["up"], **matrices}
     shapes: dict[str, tuple[int, ...]] = {"mlp.router.weight": (experts.count, width)}
     shapes |= {f"mlp.experts.{name}": shape for name, shape in matrices.items()}
     if experts.bias:
         shapes["mlp.router.logit_bias"] = (experts.count,)
         shapes |= {f"mlp.experts.{name}_bias": shape[:2] for name, shape in matrices.items()}
     if experts.shared:
-        shapes |= _mlp_shapes("mlp.shared", width, experts.shared, FeedForward())
+        shapes |= _mlp_shapes("mlp.shared", width, experts.shared, experts.shared_mlp)
     if experts.shared_gate:
         shapes["mlp.shared_gate.weight"] = (1, width)
     return shapes
@@ -820,14 +853,14 @@ def _latent_shapes(config: DecoderConfig, latents: Latents) -> dict[str, tuple[i
     return shapes
 
 
-def _delta_shapes(config: DecoderConfig, delta: Delta) -> dict[str, tuple[int, ...]]:
+def _delta_shapes(width: int, delta: Delta) -> dict[str, tuple[int, ...]]:
     keys, values = delta.key_heads * delta.key_size, delta.value_heads * delta.value_size
-    gates = (delta.value_heads, config.width)
+    gates = (delta.value_heads, width)
     return {
-        "wq.weight": (keys, config.width),
-        "wk.weight": (keys, config.width),
-        "wv.weight": (values, config.width),
-        "wg.weight": (values, config.width),
+        "wq.weight": (keys, width),
+        "wk.weight": (keys, width),
+        "wv.weight": (values, width),
+        "wg.weight": (values, width),
         "wb.weight": gates,
         "wa.weight": gates,
         "wa.bias": gates[:1],
@@ -837,7 +870,7 @@ def _delta_shapes(config: DecoderConfig, delta: Delta) -> dict[str, tuple[int, .
         "v_conv.weight": (values, delta.conv),
         # One weight for all heads, and never an offset: the norm is that of the rule.
         "gated_norm.weight": (delta.value_size,),
-        "wo.weight": (config.width, values),
+        "wo.weight": (width, values),
     }
 
 
@@ -896,7 +929,6 @@ def idle_parameters(config: DecoderConfig) -> int:
     experts = config.experts
     if experts is None:
         return 0
-    # A SwiGLU has three matrices: gate, up and down.
-    matrices = 3 * config.width * experts.width
-    biases = 2 * experts.width + config.width if experts.bias else 0
+    matrices = (3 if experts.gated else 2) * config.width * experts.width  # gate, up and down
+    biases = (1 + experts.gated) * experts.width + config.width if experts.bias else 0
     return (experts.count - experts.top_k) * (matrices + biases)

@@ -29,9 +29,11 @@ from trainkit.models.kv_cache import KVCache
 from trainkit.models.latent_attention import LatentAttention
 from trainkit.models.layers import Embedding, Joined, Linear, Mlp, WideNorm, make_norm
 from trainkit.models.rotary import Table, rotary_frequencies, rotary_table, rotate_qk
+from trainkit.models.routers import hash_experts
 from trainkit.noise import counters
 from trainkit.types import (
     Attend,
+    ConfigError,
     Hidden,
     RoutedOutput,
     Spans,
@@ -402,6 +404,7 @@ class Decoder(nn.Module):
         is_token: Tensor | None = None,
         tape: RoutingTape | None = None,
         choices: Tensor | None = None,
+        token_ids: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor | Hidden | RoutedOutput:
         """Return logits `[B, S, V]`, or a `Hidden` of hidden states `[B, S, D]` and a weight.
@@ -420,6 +423,8 @@ class Decoder(nn.Module):
             tape: The choices of the expert layers; by default a new one.
             choices: int64 `[B, S, L, k]`, choices that came with the batch, for all L expert layers
                 of the model; they are written to the tape.
+            token_ids: int64 `[B, S]`, the ids of the tokens that this rank's experts see, where
+                tensor parallelism splits rows; by default `input_ids`.
             cache: The keys and values of earlier tokens; then the batch is one row, [1, S], and the
                 logits `[1, R, V]` are those of the last token of each of the cache's rows.
 
@@ -452,6 +457,13 @@ class Decoder(nn.Module):
             preload_(tape, names, choices)
         own = [name for name in names if name.split(".")[1] in self.layers]
         check_tape(tape, names, self.config.experts, is_token=is_token, own=own)
+        if self.embeds:  # later stages have no ids, and no layers that hash them
+            ids = input_ids if token_ids is None else token_ids
+            for name in names[: self.config.experts.hash_layers]:
+                chosen = hash_experts(
+                    ids.flatten(), self.config.experts.count, self.config.experts.top_k, name=name
+                )
+                tape.choices.setdefault(name, chosen)  # unless choices are replayed
         for block in self.layers.values():
             x = block(
                 x,
@@ -592,6 +604,9 @@ def decoder_stage(model: Decoder, layers: range, *, first: bool, last: bool) -> 
         first: Whether the stage has the embedding.
         last: Whether it has the final norm and the head.
 
+    Raises:
+        ConfigError: A layer of a later stage chooses experts by a hash of the token ids.
+
     Examples:
         >>> config = DecoderConfig(
         ...     vocab_size=259, width=64, layers=4, heads=4, kv_heads=2, mlp_width=128
@@ -601,6 +616,16 @@ def decoder_stage(model: Decoder, layers: range, *, first: bool, last: bool) -> 
         >>> [name for name, _ in stage.named_children()], list(stage.layers)
         (['layers', 'norm', 'head'], ['2', '3'])
     """
+    experts = model.config.experts
+    hashed = model.config.expert_layers[: experts.hash_layers] if experts else []
+    if not first and any(i in layers for i in hashed):
+        raise ConfigError(
+            f"decoder_stage: layers {hashed} choose experts by a hash of the token ids, which only "
+            f"the first pipeline stage has, but layers {[*layers]} are of a later one; use fewer "
+            "stages, or fewer hash_layers",
+            where="hash_layers",
+            got=experts.hash_layers if experts else 0,
+        )
     stage = _copy_without_children(model)
     stage.embeds = first
     if first:

@@ -133,6 +133,11 @@ SOLO = {
         routed(width=64, shared=64, every=2, layers=4), row_length=256, recompute="selective"
     ),
     "many experts for few tokens": job(routed(64)),
+    "wide experts with biases and a clamp, sinks": long(
+        attrs.evolve(
+            routed(width=256, layers=4, words=64, bias=True, clamp=7.0), attention_sinks=True
+        )
+    ),
     "bf16": long(config(vocab_size=64, layers=4), precision=BF16),
     "wide experts, bf16": wide(precision=BF16),
     "fine experts, bf16, selective": fine(precision=BF16, recompute="selective"),

@@ -102,14 +102,27 @@ EXPERTS = models.Experts(
 )
 
 
-def with_experts(config: models.DecoderConfig) -> nn.Module:
+# What those lack: other scores, a layer that hashes token ids, experts without a gate, and outputs
+# that are scaled down by load.
+HASHED_EXPERTS = attrs.evolve(
+    EXPERTS,
+    first=0,
+    hash_layers=1,
+    scores="sqrtsoftplus",
+    gated=False,
+    activation="relu2",
+    load_limit=0.9,
+)
+
+
+def with_experts(config: models.DecoderConfig, *, experts: models.Experts = EXPERTS) -> nn.Module:
     """Return a decoder with experts whose routers have loads and biases, as after a few steps.
 
     Examples:
         >>> with_experts(CONFIG).layers["1"].mlp.router.bias[0].item()
         0.10000000149011612
     """
-    model: Any = decoder_of(attrs.evolve(config, experts=EXPERTS))
+    model: Any = decoder_of(attrs.evolve(config, experts=experts))
     # Zero biases would hide a router that forgets them, or shards them wrongly.
     for i in model.config.expert_layers:
         router = model.layers[str(i)].mlp.router
@@ -342,7 +355,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         with_adapters, attrs.evolve(SHALLOW, experts=EXPERTS)
     ),
     "decoder with experts, by several optimizers": partial(with_experts, SHALLOW),
-    "decoder with experts and latents": partial(with_experts, LATENT),
+    "decoder with experts and latents": partial(with_experts, LATENT, experts=HASHED_EXPERTS),
     "decoder with experts and sinks": partial(decoder_of, GPT_OSS_LIKE),
     "decoder with latents, none of queries": partial(decoder_of, NO_QUERY_RANK),
     "decoder with delta layers": partial(decoder_of, WITH_DELTA),
