@@ -245,11 +245,11 @@ class ExpertWeights(nn.Module):
         *,
         bias: bool = False,
         clamp: float | None = None,
-        sigmoid_scale: float = 1.702,
+        sigmoid_scale: float | None = None,
     ) -> None:
         super().__init__()
         self.clamp = clamp
-        self.sigmoid_scale = sigmoid_scale
+        self.sigmoid_scale = sigmoid_scale or 1.0
         self.gate = nn.Parameter(torch.empty(experts, inner, width))
         self.up = nn.Parameter(torch.empty(experts, inner, width))
         self.down = nn.Parameter(torch.empty(experts, width, inner))
