@@ -68,8 +68,8 @@ class YarnScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float = 1.0
-    truncate: bool = True
-    """Whether the ends of the ramp are rounded to whole pairs; not in gpt-oss."""
+    fractional: bool = False
+    """Whether the ends of the ramp are not rounded to whole pairs (gpt-oss)."""
 
     def __attrs_post_init__(self) -> None:
         is_valid = 1 <= self.factor < math.inf and 1 <= self.original_length < math.inf
@@ -421,8 +421,9 @@ class Experts:
     """The bound c of the inner values of experts (gpt-oss): with g = min(gate, c) and u = up in
     [-c, c], their product is (u + 1) * g * sigmoid(sigmoid_scale * g). None for a SwiGLU."""
 
-    sigmoid_scale: float = attrs.field(default=1.702, validator=_POSITIVE)
-    """The factor inside of the sigmoid where there is a `clamp`; 1.702 approximates GELU."""
+    sigmoid_scale: float | None = attrs.field(default=None, validator=optional(_POSITIVE))
+    """The factor inside of the sigmoid where there is a `clamp`: 1.702 approximates GELU, and None
+    is 1."""
 
     def __attrs_post_init__(self) -> None:
         try:
@@ -442,6 +443,13 @@ class Experts:
                 "Experts: a clamp is for gated experts with silu",
                 where="clamp",
                 got=attrs.asdict(self),
+            )
+        if self.clamp is None and self.sigmoid_scale is not None:
+            raise ConfigError(
+                "Experts: sigmoid_scale is for experts with a clamp, got "
+                f"{self.sigmoid_scale} without; set clamp, or leave sigmoid_scale out",
+                where="sigmoid_scale",
+                got=self.sigmoid_scale,
             )
         if self.shared_gate and not self.shared:
             raise ConfigError(
