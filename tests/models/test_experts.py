@@ -290,6 +290,8 @@ def test_what_does_not_fit_is_refused(choose, message):
         Experts(count=8, top_k=1, width=4)
     with pytest.raises(ConfigError, match="shared must be at least 0 and finite, got -4"):
         Experts(count=8, top_k=2, width=4, shared=-4)
+    with pytest.raises(ConfigError, match="shared_gate=True needs a shared expert"):
+        Experts(count=8, top_k=2, width=4, shared_gate=True)
     with pytest.raises(ValueError, match="experts must be in some of the 3 layers"):
         attrs.evolve(CONFIG, experts=Experts(count=8, top_k=2, width=4, first=99))
     with pytest.raises(ValueError, match=r"biased_topk: bias must be \[4\]"):

@@ -355,6 +355,9 @@ class Experts:
     shared: int = attrs.field(default=0, validator=non_negative)
     """The inner size of the shared expert, an MLP for all tokens; 0 for none."""
 
+    shared_gate: bool = False
+    """Whether its output is multiplied by a sigmoid of a linear function of the token (Qwen2)."""
+
     first: int = attrs.field(default=0, validator=non_negative)
     """The index of the first layer that may have experts; earlier ones have an MLP."""
 
@@ -440,6 +443,11 @@ class Experts:
                 where="clamp",
                 got=attrs.asdict(self),
             )
+        if self.shared_gate and not self.shared:
+            raise ConfigError(
+                "Experts: shared_gate=True needs a shared expert; set shared to its inner size",
+                where="shared_gate",
+            )
         if self.top_k == 1 and self.renormalize and self.scores == "softmax":
             raise ConfigError(
                 "Experts: top_k=1 with renormalize=True gives weights of 1, and trains no router; "
@@ -502,6 +510,8 @@ class DecoderConfig:
         experts: The experts that replace the MLP in some or all layers.
         latents: The latents of queries, keys and values (multi-head latent attention).
         out_bias: Whether the output projection of attention has a bias.
+        attention_gate: Whether attention's output is multiplied by a sigmoid of a linear function
+            of its input, element by element, before the output projection (Qwen3-Next).
         norms: The norms; None for an RMSNorm before attention and before the MLP.
         feed_forward: The MLP; None for a SwiGLU without biases.
         sliding: The layers with sliding-window attention.
@@ -513,6 +523,10 @@ class DecoderConfig:
         score_softcap: c, where a score s becomes c * tanh(s / c) (Gemma 2).
         logit_softcap: The same for logits.
         embedding_scale: The factor of embeddings, rounded to their dtype (Gemma).
+        residual_scale: The factor of what attention and the MLP add to the stream (Granite).
+        logit_divisor: What logits are divided by (Granite).
+        no_rope_every: Layers no_rope_every - 1, 2 * no_rope_every - 1, and so on have no positions
+            (SmolLM3); all have when None.
         delta: The layers with the gated delta rule in place of attention (Qwen3-Next).
         attention_sinks: Whether each head has a learned logit in the denominator of its softmax
             (gpt-oss); see `attention.add_sink`.
@@ -547,6 +561,7 @@ class DecoderConfig:
     experts: Experts | None = None
     latents: Latents | None = None
     out_bias: bool = False
+    attention_gate: bool = False
     norms: Norms | None = None
     feed_forward: FeedForward | None = None
     sliding: Sliding | None = None
@@ -556,6 +571,9 @@ class DecoderConfig:
     score_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float | None = None
+    residual_scale: float | None = None
+    logit_divisor: float | None = None
+    no_rope_every: int | None = None
     delta: Delta | None = None
     attention_sinks: bool = False
     causal: bool = True
@@ -576,8 +594,10 @@ class DecoderConfig:
                 "qk_norm",
                 "qkv_bias",
                 "out_bias",
+                "attention_gate",
                 "rotary_dim",
                 "positions",
+                "no_rope_every",
                 "attention_sinks",
             ):
                 self._require(field, "left out, with latents", ok=not getattr(self, field))
@@ -624,7 +644,7 @@ class DecoderConfig:
             ok = self.causal or getattr(self, field) is None
             self._require(field, "left out, where attention is not causal", ok=ok)
         sliding_theta = self.sliding and self.sliding.rope_theta
-        rotary = self.rope_scaling or self.rotary_dim or sliding_theta
+        rotary = self.rope_scaling or self.rotary_dim or sliding_theta or self.no_rope_every
         ok = self.positions is None or not rotary
         self._require("positions", "left out, where rotary positions are configured", ok=ok)
         if isinstance(self.rope_scaling, LongRopeScaling):  # the others scale any number of pairs
@@ -637,6 +657,9 @@ class DecoderConfig:
             "score_softcap",
             "logit_softcap",
             "embedding_scale",
+            "residual_scale",
+            "logit_divisor",
+            "no_rope_every",
             "classes",
         ):
             value = getattr(self, field)
@@ -670,11 +693,14 @@ class DecoderConfig:
             return self.latents.rotary
         return self.head_size if self.rotary_dim is None else self.rotary_dim
 
-    @property
-    def score_scale(self) -> float | None:
-        """The factor of attention scores; None for 1 / sqrt(head_size)."""
-        # Only YaRN sharpens scores.
+    def score_scale(self, layer: int) -> float | None:
+        """Return the factor of a layer's attention scores; None for 1 / sqrt(head_size)."""
+        has_own_theta = self.sliding is not None and self.sliding.rope_theta is not None
+        is_unscaled = has_own_theta and layer in self.sliding_layers
+        # Only YaRN sharpens scores, and only those of positions that it scales.
         sharpening = getattr(self.rope_scaling, "sharpening", None)
+        if is_unscaled or layer in self.no_rope_layers:
+            sharpening = None
         if sharpening is None and self.query_scalar is None:
             return None
         return (self.query_scalar or self.head_size) ** -0.5 * (sharpening or 1.0)
@@ -699,6 +725,12 @@ class DecoderConfig:
     def sliding_layers(self) -> list[int]:
         """The indices of the layers with sliding-window attention."""
         return [] if self.sliding is None else self.sliding.layers(self.layers)
+
+    @property
+    def no_rope_layers(self) -> list[int]:
+        """The indices of the layers without positions, where the others have rotary ones."""
+        every = self.no_rope_every
+        return [] if every is None else [*range(every - 1, self.layers, every)]
 
     @property
     def delta_layers(self) -> list[int]:
@@ -740,9 +772,9 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         for half in ("attention", "mlp"):
             block |= _norm_shapes(f"{half}_{name}", width, config)
     attention = _attention_shapes(config)
-    delta: dict[str, tuple[int, ...]] = {}
+    delta = dict[str, tuple[int, ...]]()
     if config.delta is not None:
-        delta = _delta_shapes(config, config.delta)
+        delta = _delta_shapes(width, config.delta)
     mlp = _mlp_shapes("mlp", width, config.mlp_width, config.feed_forward_config)
     expert_mlp = {} if experts is None else _expert_shapes(experts, width)
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, width)}
@@ -776,6 +808,8 @@ def _expert_shapes(experts: Experts, width: int) -> dict[str, tuple[int, ...]]:
         shapes |= {f"mlp.experts.{name}_bias": shape[:2] for name, shape in matrices.items()}
     if experts.shared:
         shapes |= _mlp_shapes("mlp.shared", width, experts.shared, experts.shared_mlp)
+    if experts.shared_gate:
+        shapes["mlp.shared_gate.weight"] = (1, width)
     return shapes
 
 
@@ -791,6 +825,8 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         "wv.weight": (kv_width, width),
         "wo.weight": (width, q_width),
     }
+    if config.attention_gate:
+        shapes["wg.weight"] = (q_width, width)
     if config.qkv_bias:
         shapes |= {f"w{x}.bias": shapes[f"w{x}.weight"][:1] for x in "qkv"}
     if config.out_bias:
@@ -829,14 +865,14 @@ def _latent_shapes(config: DecoderConfig, latents: Latents) -> dict[str, tuple[i
     return shapes
 
 
-def _delta_shapes(config: DecoderConfig, delta: Delta) -> dict[str, tuple[int, ...]]:
+def _delta_shapes(width: int, delta: Delta) -> dict[str, tuple[int, ...]]:
     keys, values = delta.key_heads * delta.key_size, delta.value_heads * delta.value_size
-    gates = (delta.value_heads, config.width)
+    gates = (delta.value_heads, width)
     return {
-        "wq.weight": (keys, config.width),
-        "wk.weight": (keys, config.width),
-        "wv.weight": (values, config.width),
-        "wg.weight": (values, config.width),
+        "wq.weight": (keys, width),
+        "wk.weight": (keys, width),
+        "wv.weight": (values, width),
+        "wg.weight": (values, width),
         "wb.weight": gates,
         "wa.weight": gates,
         "wa.bias": gates[:1],
@@ -846,7 +882,7 @@ def _delta_shapes(config: DecoderConfig, delta: Delta) -> dict[str, tuple[int, .
         "v_conv.weight": (values, delta.conv),
         # One weight for all heads, and never an offset: the norm is that of the rule.
         "gated_norm.weight": (delta.value_size,),
-        "wo.weight": (config.width, values),
+        "wo.weight": (width, values),
     }
 
 

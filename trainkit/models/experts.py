@@ -23,7 +23,7 @@ from trainkit.models.dispatch import (
     ep_dispatch,
     ep_dispatch_keys,
 )
-from trainkit.models.layers import ACTIVATIONS, Mlp
+from trainkit.models.layers import ACTIVATIONS, Linear, Mlp
 from trainkit.models.routers import (
     Routing,
     add_jitter,
@@ -235,7 +235,7 @@ class ExpertWeights(nn.Module):
     """The weights of the MLPs of all experts: `gate` and `up` `[E, F, D]`, `down` `[E, D, F]`.
 
     By default an expert is a SwiGLU; one that is not gated has no `gate`. With biases there are
-    `gate_bias` and `up_bias` `[E, F]`, and `down_bias` `[E, D]`. All are
+    `gate_bias` and `up_bias` `[E, F]`, and `down_bias` `[E, D]`. The weights are
     uninitialized until a `Weights` function fills them.
     """
 
@@ -283,27 +283,30 @@ class ExpertWeights(nn.Module):
         device_type = rows.device.type
         if torch.is_autocast_enabled(device_type):
             rows = rows.to(torch.get_autocast_dtype(device_type))
-        up = self._add_bias("up", self.product("up", rows, counts), counts)
-        if "gate" not in self.weight_names:
-            inner = self.activation(up)
+        inner = self._open(self.weight_names[0], rows, counts)
+        if "gate" in self.weight_names:
+            inner = self._join(inner, self._open("up", rows, counts))
         else:
-            gate = self._add_bias("gate", self.product("gate", rows, counts), counts)
-            if self.clamp is None:
-                inner = self.activation(gate) * up
-            else:
-                gate = gate.clamp(max=self.clamp)
-                up = up.clamp(-self.clamp, self.clamp)
-                inner = (up + 1) * gate * torch.sigmoid(self.sigmoid_scale * gate)
-        return self._add_bias("down", self.product("down", inner, counts), counts)
+            inner = self.activation(inner)
+        return self._open("down", inner, counts)
 
-    def _add_bias(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
+    def _join(self, gate: Tensor, up: Tensor) -> Tensor:
+        if self.clamp is None:
+            return self.activation(gate) * up
+        gate = gate.clamp(max=self.clamp)
+        up = up.clamp(-self.clamp, self.clamp)
+        return (up + 1) * gate * torch.sigmoid(self.sigmoid_scale * gate)
+
+    def _open(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return the product with a matrix of each row's expert, and its bias."""
+        product = self.product(name, rows, counts)
         bias = getattr(self, f"{name}_bias")
         if bias is None:
-            return rows
+            return product
         # In at least fp32, in which the gradients of an expert's rows are then summed.
         bias = bias.to(torch.promote_types(bias.dtype, torch.float32))
         # With the number of rows it does not wait for the device.
-        return rows + bias.repeat_interleave(counts, 0, output_size=len(rows)).to(rows.dtype)
+        return product + bias.repeat_interleave(counts, 0, output_size=len(rows)).to(product.dtype)
 
     def needs_keys(self) -> bool:
         """Return whether the forward pass takes a noise key for each row; plain weights do not."""
@@ -404,6 +407,7 @@ class ExpertMlp(nn.Module):
             sigmoid_scale=experts.sigmoid_scale,
         )
         self.shared = Mlp(width, experts.shared, experts.shared_mlp) if experts.shared else None
+        self.shared_gate = Linear(width, 1, bias=False) if experts.shared_gate else None
         # `parallel.expert_parallel` replaces these by functions with an axis.
         self.dispatch: Dispatch = ep_dispatch
         self.dispatch_keys: DispatchKeys = ep_dispatch_keys
@@ -446,7 +450,10 @@ class ExpertMlp(nn.Module):
             noise = (self.dispatch_keys(keys, route),)
         y = self.combine(self.experts(rows, counts, *noise), limited.weights, route).view_as(x)
         if self.shared is not None:
-            y = y + self.shared(x)
+            shared = self.shared(x)
+            if self.shared_gate is not None:
+                shared = shared * self.shared_gate(x).sigmoid()
+            y = y + shared
         # The losses use all choices, dropped ones too: else a full expert would look balanced.
         load = self._compute_load(routing, spans)
         balance = balance_loss_sum(routing, load, experts=config.count)

@@ -92,6 +92,7 @@ EXPERTS = models.Experts(
     top_k=2,
     width=16,
     shared=16,
+    shared_gate=True,
     first=1,
     scores="sigmoid",
     biased=True,
@@ -130,7 +131,7 @@ def with_experts(config: models.DecoderConfig, *, experts: models.Experts = EXPE
     return model
 
 
-_ATTENTION = "layers.*.attention.{w[qkvo],wkv}"
+_ATTENTION = "layers.*.attention.{w[qkvgo],wkv}"
 _MLP = "layers.*.mlp.{gate,up,down}"
 _EXPERT_MATRICES = "layers.*.mlp.experts.{gate,up,down}"
 
@@ -300,9 +301,14 @@ OLMO_LIKE = attrs.evolve(
     SHALLOW,
     norms=models.Norms(place="after"),
     qk_norm="wide",
+    attention_gate=True,
     # Half of a head's 4 dimensions are rotated (partial rotary embeddings).
     rotary_dim=2,
     sliding=models.Sliding(window=20),
+    # The multipliers of Granite, and a layer without positions, as in SmolLM3.
+    no_rope_every=2,
+    residual_scale=0.4,
+    logit_divisor=1.5,
 )
 # Sinks, windows by turns, and experts whose router and matrices have biases.
 GPT_OSS_LIKE = attrs.evolve(
@@ -719,7 +725,10 @@ _CASES: dict[str, list[LayoutCase]] = {
         LayoutCase(Layout(dp_shard=2, tp=2), recompute="full"),
         LayoutCase(Layout(pp=2)),
     ],
-    "decoder like OLMo 2's": [LayoutCase(Layout(ring=2, tp=2))],
+    "decoder like OLMo 2's": [
+        LayoutCase(Layout(ring=2, tp=2)),
+        LayoutCase(Layout(pp=2, dp_shard=2), recompute="selective"),
+    ],
     "decoder like GPT-2's": [
         LayoutCase(Layout(dp_shard=2, tp=2), recompute="selective"),
         LayoutCase(Layout(pp=2, tp=2)),
