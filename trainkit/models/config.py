@@ -538,6 +538,9 @@ class DecoderConfig:
         delta: The layers with the gated delta rule in place of attention (Qwen3-Next).
         attention_sinks: Whether each head has a learned logit in the denominator of its softmax
             (gpt-oss); see `attention.add_sink`.
+        causal: Whether a token sees no token after itself; False for encoders.
+        classes: The outputs of a head that classifies or rewards documents, in place of one output
+            for each token id; None for the latter. See `objectives.classify`.
 
     Raises:
         ValueError: A value is out of its range; the message names it.
@@ -581,6 +584,8 @@ class DecoderConfig:
     no_rope_every: int | None = None
     delta: Delta | None = None
     attention_sinks: bool = False
+    causal: bool = True
+    classes: int | None = None
 
     def __attrs_post_init__(self) -> None:
         for field in ("vocab_size", "width", "layers", "heads", "kv_heads", "mlp_width"):
@@ -642,6 +647,10 @@ class DecoderConfig:
         self._require(
             "feed_forward", "left out, with experts, which have gated and activation", ok=ok
         )
+        self._require("tied", "False, with a head of classes", ok=not (self.tied and self.classes))
+        for field in ("latents", "sliding", "delta"):
+            ok = self.causal or getattr(self, field) is None
+            self._require(field, "left out, where attention is not causal", ok=ok)
         sliding_theta = self.sliding and self.sliding.rope_theta
         rotary = self.rope_scaling or self.rotary_dim or sliding_theta or self.no_rope_every
         ok = self.positions is None or not rotary
@@ -659,6 +668,7 @@ class DecoderConfig:
             "residual_scale",
             "logit_divisor",
             "no_rope_every",
+            "classes",
         ):
             value = getattr(self, field)
             self._require(field, "above 0", ok=value is None or 0 < value < math.inf)
@@ -666,6 +676,11 @@ class DecoderConfig:
     def _require(self, field: str, rule: str, *, ok: bool) -> None:
         if not ok:
             raise ValueError(f"DecoderConfig: {field} must be {rule}, got {getattr(self, field)}")
+
+    @property
+    def outputs(self) -> int:
+        """The rows of the head: the number of token ids, or of classes."""
+        return self.classes or self.vocab_size
 
     @property
     def head_size(self) -> int:
@@ -782,7 +797,7 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     shapes |= _norm_shapes("norm", width, config)
     # A tied model has one matrix for both, under the embedding's name.
     if not config.tied:
-        shapes["head.weight"] = (config.vocab_size, width)
+        shapes["head.weight"] = (config.outputs, width)
     return shapes
 
 
