@@ -280,6 +280,9 @@ class Latents:
     values: int = attrs.field(validator=_POSITIVE)
     """The size of a head of values (DeepSeek: v_head_dim)."""
 
+    norm_eps: float | None = attrs.field(default=None, validator=optional(_POSITIVE))
+    """Added to the mean square in the norms of latents; that of the other norms when None."""
+
 
 @attrs.frozen(kw_only=True)
 class Delta:
