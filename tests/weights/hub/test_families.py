@@ -262,6 +262,8 @@ def test_every_size_has_a_family_that_computes_it(name):
         "mixtral-8x7b": "mixtral",
         "qwen3-30b-a3b": "qwen3_moe",
         "deepseek-v3": "deepseek_v3",
+        "gpt-oss-20b": "gpt_oss",
+        "gpt-oss-120b": "gpt_oss",
     }
     families |= {"qwen3-235b-a22b": "qwen3_moe"}
     want = families.get(name, name.split("-")[0].split(".")[0])
