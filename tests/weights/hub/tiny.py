@@ -276,8 +276,13 @@ BESIDE = {
     "qwen3_moe every other layer",
     "deepseek_v3 wide values",
     "glm4_moe",
+    "gemma3 tower, untied",
+    "qwen3_vl, untied",
 }
-FEW = [pytest.param(row, marks=pytest.mark.only_all if row in BESIDE else ()) for row in ROWS]
+FEW = [
+    pytest.param(row, marks=pytest.mark.only_all if row in BESIDE else ())
+    for row in [*ROWS, *TOWERS]
+]
 
 
 def load_transformers():
