@@ -268,6 +268,18 @@ def test_layers_of_one_kind_share_a_kernel_and_the_start_tells_of_each(monkeypat
     )
 
 
+def test_a_layer_with_sinks_gets_a_kernel_that_has_them(monkeypatch):
+    module = sys.modules["trainkit.attention.choose"]
+    row = attrs.evolve(module.KERNELS["flash"], sinks=False)
+    monkeypatch.setitem(module.KERNELS, "flash", row)
+    for sinks, taken in ((True, "sdpa"), (False, "flash")):
+        config = models.make_decoder_config("tiny", layers=1, attention_sinks=sinks)
+        made = parallel.set_attention(["flash", "sdpa"], dtype=torch.float32)(
+            models.Decoder(config), solo_parallel()
+        )
+        assert f"1 layers by {taken}" in describe_attention([made])
+
+
 def test_a_choice_that_would_do_nothing_is_refused():
     plan = parallel.set_attention(["sdpa"], dtype=torch.float32)
     ring = attrs.evolve(solo_parallel(), ring=Axis("ring", Share(0, 2)))

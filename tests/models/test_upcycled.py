@@ -156,6 +156,8 @@ def test_weights_that_say_what_they_hold_are_used_up():
     [
         (None, "the config has no experts"),
         (Experts(count=4, top_k=2, width=48, shared=16), "shared expert of 16 columns"),
+        (Experts(count=4, top_k=2, width=48, bias=True), "with biases or a clamp"),
+        (Experts(count=4, top_k=2, width=48, clamp=7.0), "with biases or a clamp"),
         (Experts(count=4, top_k=2, width=32), "4 experts of 32 columns .* an MLP of 48"),
         (Experts(count=4, top_k=2, width=16), "4 experts of 16 columns .* multiple of the number"),
     ],

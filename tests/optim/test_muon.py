@@ -25,6 +25,7 @@ from trainkit.mesh import axis_from_group
 from trainkit.models import call_routed, call_with_noise
 from trainkit.optim import make_optimizer, muon
 from trainkit.optim.distributed_matrices import Grid, Matrix, assign_owners, plan_rounds
+from trainkit.optim.groups import decay_groups
 from trainkit.optim.muon import Muon, hidden_matrices, orthogonalize
 from trainkit.tools.testing import run_ranks
 from trainkit.tools.testing.builtin import (
@@ -546,12 +547,23 @@ def test_the_hidden_matrices_of_a_decoder():
         left = {name.rpartition(".")[0] for name, p in made.named_parameters() if name not in found}
         inside = {name.split(".", 2)[2] for name in left if name.startswith("layers")}
         assert {name for name in left if "norm" not in name} - {"head", "embedding"} <= {
-            f"layers.{i}.mlp.router" for i in range(config.layers)
+            f"layers.{i}.mlp.{x}" for i in range(config.layers) for x in ("router", "shared_gate")
         }
-        assert all("norm" in name or name == "mlp.router" for name in inside)
-        assert ("mlp.router" in inside) == ("experts" in model)
+        routing = {"mlp.router", "mlp.shared_gate"} if "experts" in model else set()
+        assert {name for name in inside if "norm" not in name} == routing
         parts = {name.rpartition(".")[0][9:]: x for name, x in found.items() if x is not None}
         assert parts == ({"attention.wkv": (10, 6)} if "latents" in model else {})
+
+
+def test_biases_of_experts_are_no_matrices_and_do_not_decay():
+    with torch.device("meta"):
+        model = MODELS["decoder with experts and sinks"]()
+    biases = {name for name, _ in model.named_parameters() if name.endswith("bias")}
+    assert "layers.0.mlp.experts.down_bias" in biases
+    assert not biases & hidden_matrices([model]).keys()
+    matrices, vectors = decay_groups(model.named_parameters(), weight_decay=0.1)
+    assert not biases & {*matrices["param_names"]}
+    assert biases <= {*vectors["param_names"]}
 
 
 class Others(nn.Module):

@@ -85,14 +85,9 @@ def make_decay_groups(
     trainable = [(name, p) for name, p in unique.values() if p.requires_grad]
     # By dimensions, not by names, which differ from model to model; but the biases of experts have
     # two, of which the first counts experts.
-    decays = [p.ndim >= 2 and not name.endswith("bias") for name, p in trainable]
-    groups = [
-        (
-            decay,
-            [pair for pair, is_decayed in zip(trainable, decays, strict=True) if is_decayed == x],
-        )
-        for decay, x in ((weight_decay, True), (0.0, False))
-    ]
+    vectors = [pair for pair in trainable if pair[1].ndim < 2 or pair[0].endswith("bias")]
+    matrices = [pair for pair in trainable if pair[1].ndim >= 2 and not pair[0].endswith("bias")]
+    groups = [(weight_decay, matrices), (0.0, vectors)]
     return [
         {
             "params": [p for _, p in members],

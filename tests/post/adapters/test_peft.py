@@ -339,6 +339,10 @@ def test_an_adapter_that_no_module_of_peft_holds_is_refused(bases):
     for held in ({"layers.0.other": factors}, known | {"layers.0.other": factors}):
         with pytest.raises(ConfigError, match=r"no module for the adapters of layers\.0\.other;"):
             to_peft(held, {}, folder.family, folder.config, base=None)
+    packed = open_folder(bases("gpt_oss"))
+    held = {"layers.0.mlp.experts.up": factors}  # in turns with the gate, in one tensor
+    with pytest.raises(ConfigError, match=r"no module for the adapters of layers\.0\.mlp\.experts"):
+        to_peft(held, {}, packed.family, packed.config, base=None)
     with pytest.raises(ConfigError, match="no matrix has an adapter"):
         to_peft({}, {}, folder.family, folder.config, base=None)
     settings, _ = to_peft(known, {}, folder.family, folder.config, base=None)

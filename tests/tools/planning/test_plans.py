@@ -25,7 +25,7 @@ from trainkit.tools.planning.plans import _count_row_flops
 from trainkit.tools.planning.stages import Part, find_part
 from trainkit.tools.planning.traffic import Transfer, estimate_traffic
 from trainkit.tools.planning.weights import compute_units
-from trainkit.tools.testing.builtin import GEMMA_LIKE, GPT_LIKE, OLMO_LIKE
+from trainkit.tools.testing.builtin import GEMMA_LIKE, GPT_LIKE, GPT_OSS_LIKE, OLMO_LIKE
 from trainkit.types import ConfigError, Layout, Precision
 from trainkit.weights.hub import write_decoder_config
 
@@ -101,7 +101,11 @@ def test_offload_is_refused_where_nothing_is_sharded():
 # -------------------------------------------------------------------------------- memory
 
 
-@pytest.mark.parametrize("config", [GEMMA_LIKE, OLMO_LIKE, GPT_LIKE], ids=["gemma", "olmo", "gpt"])
+@pytest.mark.parametrize(
+    "config",
+    [GEMMA_LIKE, OLMO_LIKE, GPT_LIKE, attrs.evolve(GPT_OSS_LIKE, experts=None)],
+    ids=["gemma", "olmo", "gpt", "sinks"],
+)
 def test_the_parameters_of_every_option_are_counted(config):
     one = Job(config=config, row_length=64, rows=8)
     units, every = compute_units(one, Layout()), range(config.layers)
