@@ -232,10 +232,6 @@ def get_text_values(
     off = [key for key, value in values.items() if value is None or value is False]
     unknown = values.keys() - known_keys - {*off}
     problems += [f"{key[:100]} is an unknown key" for key in sorted(unknown)]
-    text = dict(text)
-    for key in ("rope_scaling", "rope_parameters"):
-        if isinstance(text.get(key), dict):
-            text[key] = {k: x for k, x in text[key].items() if k not in tower.rope_keys}
     return text | {key: values[key] for key in _WHOLE if values.get(key) is not None}
 
 
@@ -329,9 +325,9 @@ def _find_key_problems(
         problem = find_quantization_problem(values["quantization_config"])
         problems += [problem] if problem else []
     problems += [
-        f"{key} is {short_repr(values[key])}, not {' or '.join(map(short_repr, allowed))}"
+        f"{key} is {short_repr(complete[key])}, not {' or '.join(map(short_repr, allowed))}"
         for key, allowed in family.only.items()
-        if values.get(key) is not None and not any(equal_json(values[key], x) for x in allowed)
+        if complete.get(key) is not None and not any(equal_json(complete[key], x) for x in allowed)
     ]
     problems += [f"{key} is missing" for key in family.keys if key not in complete]
     known_keys = family.known_keys | _IGNORED

@@ -273,7 +273,7 @@ def _check_shapes(folder: HFFolder) -> None:
 
 
 def get_decoder_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors of a decoder in a folder: parameters and routers' biases.
+    """Return the shapes of the tensors of a decoder in a folder: parameters and buffers.
 
     Examples:
         >>> config = DecoderConfig(
@@ -287,6 +287,8 @@ def get_decoder_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     # A buffer and no parameter: it is adjusted by the load of the experts, not by a gradient.
     if experts is not None and experts.biased:
         shapes |= {f"layers.{i}.mlp.router.bias": (experts.count,) for i in config.expert_layers}
+    if config.layer_scales:
+        shapes |= {f"layers.{i}.layer_scale": (1,) for i in range(config.layers)}
     return shapes
 
 
