@@ -1217,6 +1217,7 @@ _GEMMA3_TOWER = _make_tower(
 _GEMMA4_TOWER = _make_tower(
     _GEMMA4,
     model_type="gemma4",
+    models="Gemma 4 (31B)",
     architecture="Gemma4ForConditionalGeneration",
     tensors=(
         "model.vision_tower.**",
