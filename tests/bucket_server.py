@@ -1,6 +1,8 @@
-"""An S3 server on this machine, and a proxy in front of it that fails as a test wants."""
+"""An object store on this machine, and a proxy in front of it that fails as a test wants."""
 
+import base64
 import contextlib
+import hmac
 import http.client
 import os
 import secrets
@@ -10,19 +12,24 @@ import sys
 import threading
 import time
 import urllib.parse
+import urllib.request
 import warnings
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-KEY, SECRET = "AKIAEXAMPLEOFATEST", "secret-of-a-test-0123456789"
+KEY, SECRET = "AKIAEXAMPLEOFATEST", "secretofatest0123456789A"  # base64, as Azure's keys are
+ACCOUNT = "account1"  # of Azurite
+# Servers that .ci/bucket has started.
+S3_SERVER = os.environ.get("TRAINKIT_S3_SERVER")
+AZURITE = os.environ.get("TRAINKIT_AZURITE")
 
 
 @contextlib.contextmanager
 def serve():
     """Yield the endpoint of moto's server; or of another make, which .ci/bucket has started."""
-    other = os.environ.get("TRAINKIT_S3_SERVER")
-    if other:
+    if other := AZURITE or S3_SERVER:
         yield other
         return
     pytest.importorskip("moto")
@@ -136,22 +143,59 @@ class Proxy:
         self.thread.join()
 
 
+def name_settings(endpoint):
+    """Return the variables of the environment with which a server is used."""
+    if AZURITE:
+        return {
+            "AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT,
+            "AZURE_STORAGE_ACCOUNT_KEY": SECRET,
+            "AZURE_STORAGE_USE_EMULATOR": "true",
+            "AZURITE_BLOB_STORAGE_URL": endpoint,
+        }
+    return {
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": endpoint,
+    }
+
+
 @contextlib.contextmanager
 def open_bucket(endpoint):
-    """Yield (proxy, client, URL): a folder of its own in a bucket of `endpoint`."""
-    client = make_client(endpoint)
+    """Yield (proxy, client, URL): a folder of its own in a bucket; Azurite has no such client."""
     bucket = f"test-{secrets.token_hex(4)}"
-    client.create_bucket(Bucket=bucket)
+    client = None if AZURITE else make_client(endpoint)
+    if client is None:
+        create_container(endpoint, bucket)
+    else:
+        client.create_bucket(Bucket=bucket)
     proxy = Proxy(endpoint)
     try:
-        yield proxy, client, f"s3://{bucket}/run"
+        yield proxy, client, f"{'az' if AZURITE else 's3'}://{bucket}/run"
     finally:
         proxy.close()
-        for entry in client.list_objects_v2(Bucket=bucket).get("Contents", []):
-            client.delete_object(Bucket=bucket, Key=entry["Key"])
-        with contextlib.suppress(Exception):
-            client.delete_bucket(Bucket=bucket)
-        client.close()
+        if client is not None:
+            for entry in client.list_objects_v2(Bucket=bucket).get("Contents", []):
+                client.delete_object(Bucket=bucket, Key=entry["Key"])
+            with contextlib.suppress(Exception):
+                client.delete_bucket(Bucket=bucket)
+            client.close()
+
+
+def create_container(endpoint, name):
+    """Create Azure's kind of a bucket, which obstore cannot: a request that is signed here."""
+    headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-12-02"}
+    lines = [f"{key}:{value}" for key, value in headers.items()]
+    path = f"/{ACCOUNT}/{name}"
+    # The emulator has the account in its path, after that of the rule.
+    text = "\n".join(["PUT", *[""] * 11, *lines, f"/{ACCOUNT}{path}", "restype:container"])
+    signature = base64.b64encode(hmac.digest(base64.b64decode(SECRET), text.encode(), "sha256"))
+    headers["Authorization"] = f"SharedKey {ACCOUNT}:{signature.decode()}"
+    request = urllib.request.Request(
+        f"{endpoint}{path}?restype=container", headers=headers, method="PUT"
+    )
+    with urllib.request.urlopen(request):
+        pass
 
 
 def error_body(code, message=""):

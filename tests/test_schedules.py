@@ -5,12 +5,14 @@ from functools import partial
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit.schedules import (
     constant,
     cosine,
+    cosine_restarts,
     infinite,
     inverse_sqrt,
     is_due,
@@ -22,7 +24,12 @@ from trainkit.schedules import (
 )
 from trainkit.types import ConfigError
 
-DECAYING = {"linear": linear, "cosine": cosine, "rex": rex, "wsd": warmup_stable_decay}
+DECAYING = {
+    "linear": linear,
+    "cosine": cosine,
+    "rex": rex,
+    "wsd": warmup_stable_decay,
+}
 each = pytest.mark.parametrize("make", DECAYING.values(), ids=DECAYING.keys())
 
 
@@ -39,6 +46,14 @@ def values(schedule, steps):
         (linear(4.0, warmup=0, total=4, final=0.5), [4.0, 3.5, 3.0, 2.5, 2.0, 2.0]),
         (cosine(2.0, warmup=0, total=3), [2.0, 1.5, 0.5, 0.0]),
         (cosine(2.0, warmup=1, total=4, final=0.5), [2.0, 2.0, 1.75, 1.25, 1.0, 1.0]),
+        (cosine_restarts(2.0, warmup=1, total=5, final=0.5), [2, 2, 1.5, 2, 1.5, 1, 1]),
+        (  # cycles of 2, 4 and 8 steps
+            cosine_restarts(1.0, warmup=0, total=14, cycles=3, growth=2.0),
+            [
+                *(1, 0.5, 1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5),
+                *((1 + math.cos(math.pi * i / 8)) / 2 for i in range(9)),
+            ],
+        ),
         (rex(1.0, warmup=0, total=3), [1.0, 0.8, 0.5, 0.0]),
         (rex(1.0, warmup=0, total=3, final=0.5), [1.0, 0.9, 0.75, 0.5]),
         (warmup_stable_decay(8.0, warmup=2, total=6, decay=2), [4.0, 8.0, 8.0, 8.0, 8.0, 4.0, 0.0]),
@@ -351,3 +366,26 @@ SMALL = partial(infinite, 1.0, warmup=2, cooldown=2, stable=0.5)
 def test_an_infinite_rate_that_cannot_be_is_refused(make, message):
     with pytest.raises(ValueError, match=f"^infinite: {message}"):
         make()
+
+
+@pytest.mark.parametrize(("warmup", "total", "cycles"), [(0, 30, 3), (4, 25, 7), (3, 100, 1)])
+def test_restarts_are_those_of_transformers(warmup, total, cycles):
+    """Whose warm-up starts at zero; every cycle starts on its step, whatever is rounded."""
+    transformers = pytest.importorskip("transformers")
+    parameter = torch.nn.Parameter(torch.zeros(()))
+    theirs = transformers.get_cosine_with_hard_restarts_schedule_with_warmup(
+        torch.optim.SGD([parameter], lr=2.0), warmup, total, num_cycles=cycles
+    ).lr_lambdas[0]
+    ours = cosine_restarts(2.0, warmup=warmup, total=total, cycles=cycles, warmup_from=0.0)
+    assert values(ours, total + 3) == pytest.approx(
+        [2 * theirs(step) for step in range(total + 3)], rel=1e-12, abs=1e-12
+    )
+
+
+def test_restarts_come_on_their_steps_and_bad_ones_are_refused():
+    for cycles in range(1, 50):
+        ours = cosine_restarts(1.0, warmup=7, total=7 + 9 * cycles, cycles=cycles)
+        assert [ours(7 + 9 * i) for i in range(cycles)] == [1.0] * cycles
+    for wrong in ({"cycles": 0}, {"growth": 0.0}, {"growth": NAN}):
+        with pytest.raises(ValueError, match=rf"cosine_restarts: {next(iter(wrong))} must be"):
+            cosine_restarts(1.0, warmup=0, total=8, **wrong)

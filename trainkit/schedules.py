@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import attrs
@@ -25,6 +26,7 @@ __all__ = [
     "Interval",
     "constant",
     "cosine",
+    "cosine_restarts",
     "infinite",
     "inverse_sqrt",
     "is_due",
@@ -135,6 +137,65 @@ def cosine(
     return _make_decay(
         "cosine",
         _half_cosine,
+        lr,
+        warmup=warmup,
+        total=total,
+        final=final,
+        warmup_from=warmup_from,
+    )
+
+
+def cosine_restarts(
+    lr: float,
+    *,
+    warmup: int,
+    total: int,
+    cycles: int = 2,
+    growth: float = 1.0,
+    final: float = 0.0,
+    warmup_from: float | None = None,
+) -> Schedule:
+    """Return a schedule of several half cosines after warm-up, each from lr again: SGDR.
+
+    With `growth=1` it is `cosine_with_restarts` of `transformers`. A model saved at the end of a
+    cycle, where its rate is lowest, is a good one to evaluate.
+
+    Args:
+        lr: The peak rate, with which each cycle starts.
+        warmup: Steps of warm-up.
+        warmup_from: The start of warm-up as a fraction of lr; None starts at 1 / warmup.
+        total: The step at which the last cycle ends.
+        cycles: The number of cycles, at least 1.
+        growth: The length of a cycle over that of the one before, above 0.
+        final: The rate at the end of each cycle as a fraction of lr.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    References:
+        Loshchilov and Hutter, "SGDR: Stochastic gradient descent with warm restarts" (2017), whose
+        T_mult is `growth`.
+
+    Examples:
+        >>> rates = cosine_restarts(1.0, warmup=0, total=6, cycles=2, growth=2.0)
+        >>> [round(rates(step), 3) for step in range(7)]
+        [1.0, 0.5, 1.0, 0.854, 0.5, 0.146, 0.0]
+    """
+    check_range("cosine_restarts", at_least=1, cycles=cycles)
+    check_range("cosine_restarts", above=0, growth=growth)
+    # Where each cycle starts, as a fraction of the decay; the last one is the end.
+    lengths = [growth**i for i in range(cycles)]
+    starts = [part / sum(lengths) for part in accumulate(lengths, initial=0.0)]
+
+    def shape(over: float) -> float:
+        # A restart must not come a step late because a quotient was rounded down.
+        cycle = bisect_right(starts, over + 1e-12, hi=cycles) - 1
+        length = starts[cycle + 1] - starts[cycle]
+        return _half_cosine(max(0.0, over - starts[cycle]) / length)
+
+    return _make_decay(
+        "cosine_restarts",
+        shape,
         lr,
         warmup=warmup,
         total=total,

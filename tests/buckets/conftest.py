@@ -17,10 +17,8 @@ def bucket(endpoint, monkeypatch, tmp_path):
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(name, raising=False)
     with bucket_server.open_bucket(endpoint) as (proxy, client, url):
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", bucket_server.KEY)
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", bucket_server.SECRET)
-        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        for name, value in bucket_server.name_settings(proxy.endpoint).items():
+            monkeypatch.setenv(name, value)
         monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-config"))
         monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-credentials"))
         monkeypatch.setenv("TRAINKIT_CACHE", str(tmp_path / "cache"))

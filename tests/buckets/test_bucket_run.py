@@ -100,13 +100,13 @@ def test_never_starts_again_and_sets_the_bucket_aside(url):
     assert train(url, 4)[1] == 0
 
 
-@pytest.mark.usefixtures("bucket")
-def test_a_bucket_that_cannot_be_used_ends_the_run_before_its_first_step(capfd):
-    with pytest.raises(SystemExit) as end, open_run("s3://gone-0/run", timeouts=TIMEOUTS):
+def test_a_bucket_that_cannot_be_used_ends_the_run_before_its_first_step(url, capfd):
+    url = f"{url.partition('://')[0]}://gone-0/run"
+    with pytest.raises(SystemExit) as end, open_run(url, timeouts=TIMEOUTS):
         pytest.fail("it was opened")
     assert end.value.code == 64
     assert "there is no bucket gone-0" in capfd.readouterr().err
-    assert not cache_folder("runs", "s3://gone-0/run").exists()
+    assert not cache_folder("runs", url).exists()
 
 
 @pytest.mark.parametrize("how", ["end", "stop", "error"])

@@ -11,7 +11,15 @@ import pytest
 from bucket_server import KEY, SECRET
 
 from trainkit.batch import batch_hash
-from trainkit.buckets import RangeArray, find_object, mount_files, ranges
+from trainkit.buckets import (
+    RangeArray,
+    delete_files,
+    find_object,
+    mount_files,
+    open_store,
+    put_file,
+    ranges,
+)
 from trainkit.data import PackedCorpus, make_step_batch
 from trainkit.data.concat import fingerprint
 from trainkit.data.corpus import iterate_documents
@@ -29,13 +37,13 @@ BLOCK = 4096  # so that files of a test have many
 def data(bucket, monkeypatch):
     """Return (proxy, upload, URL of the data)."""
     monkeypatch.setattr(ranges, "BLOCK", BLOCK)
-    proxy, client, url = bucket
-    name = url.split("/")[2]
+    proxy, _, url = bucket
+    folder = f"{url.rpartition('/')[0]}/data"
 
     def upload(path, key):
-        client.put_object(Bucket=name, Key=f"data/{key}", Body=Path(path).read_bytes())
+        put_file(open_store(folder), key, Path(path))
 
-    return proxy, upload, f"s3://{name}/data"
+    return proxy, upload, folder
 
 
 def write_files(folder):
@@ -232,13 +240,13 @@ def test_what_has_changed_in_the_bucket_is_read_anew_and_not_in_the_middle(data,
         first.read(0, 9)
 
 
-def test_an_object_that_is_gone_is_said_and_what_is_cached_stays(data, tmp_path, bucket):
+def test_an_object_that_is_gone_is_said_and_what_is_cached_stays(data, tmp_path):
     _, upload, url = data
     (tmp_path / "a.txt").write_bytes(b"a" * 2 * BLOCK)
     upload(tmp_path / "a.txt", "a.txt")
     remote = find_object(mount_files(f"{url}/a.txt"))
     assert remote.read(0, 1) == b"a"
-    bucket[1].delete_object(Bucket=url.split("/")[2], Key="data/a.txt")
+    delete_files(open_store(url), ["a.txt"])
     assert remote.read(0, 1) == b"a"
     with pytest.raises(DataError, match=f"{url}/a.txt was deleted"):
         remote.read(BLOCK, 1)

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from bucket_server import KEY, SECRET, error_body, wait_until
+from bucket_server import AZURITE, KEY, SECRET, error_body, wait_until
 
 from trainkit.__main__ import main
 from trainkit.buckets import cache_folder, get_bytes, list_files, open_store, put_bytes
@@ -35,6 +35,8 @@ from trainkit.weights.checkpoint.mirror import ASIDE, open_mirror
 from trainkit.weights.checkpoint.retention import Retention
 from trainkit.weights.checkpoint.run_id import get_run_id
 from trainkit.weights.checkpoint.safe_files import hash_file
+
+PART = "comp=block&" if AZURITE else "partNumber=2"  # of an upload in parts
 
 
 def save(folder, step, data=b"weights", score=None):
@@ -206,7 +208,7 @@ def test_what_fails_is_said_once_and_tried_again_while_training_goes_on(run):
         assert len(messages) == 1
         proxy.fail = lambda *_: None
         wait_until(lambda: names(store) == ["step_00000001"])
-    assert "does not have step_00000001 yet: put_file: s3://" in messages[0]
+    assert f"does not have step_00000001 yet: put_file: {store.url}" in messages[0]
     assert "training goes on, and it is tried again" in messages[0]
     assert messages[1:] == [f"mirror: {store.url} has everything again"]
 
@@ -238,14 +240,14 @@ with open_mirror(Path(sys.argv[1]), open_store(sys.argv[2]), get_patience=lambda
 """
 
 
-@pytest.mark.parametrize("hangs_at", ["rank_00001", MANIFEST, "partNumber=2"])
+@pytest.mark.parametrize("hangs_at", ["rank_00001", MANIFEST, PART])
 def test_kill_9_while_mirroring_leaves_no_half_checkpoint(run, bucket, hangs_at):
     folder, store, proxy = run
     _, client, url = bucket
     with mirror_of(run, []):
         save(folder, 1)
     # Large enough for an upload in parts.
-    path = save(folder, 2, data=b"large" * (20_000 if "part" in hangs_at else 1))
+    path = save(folder, 2, data=b"large" * (20_000 if hangs_at == PART else 1))
     hung = threading.Event()
 
     def hang(method, path):
@@ -270,7 +272,8 @@ def test_kill_9_while_mirroring_leaves_no_half_checkpoint(run, bucket, hangs_at)
         pass
     assert names(store) == ["step_00000002", "step_00000001"]
     assert get_bytes(store, f"checkpoints/{path.name}/{MANIFEST}") == (path / MANIFEST).read_bytes()
-    assert "Uploads" not in client.list_multipart_uploads(Bucket=url.split("/")[2])
+    if client is not None:
+        assert "Uploads" not in client.list_multipart_uploads(Bucket=url.split("/")[2])
 
 
 def test_a_damaged_part_is_skipped_as_a_local_one_is(run, bucket):
@@ -353,7 +356,7 @@ def test_a_checkpoint_is_resumed_from_by_its_url(run, bucket):
     shutil.rmtree(folder)
     path = fetch_request(f"{url}/checkpoints/step_00000001")
     assert verify_checkpoint(path) == []
-    with pytest.raises(ConfigError, match=r"there is no whole s3://.*step_00000009"):
+    with pytest.raises(ConfigError, match=f"there is no whole {url}.*step_00000009"):
         fetch_request(f"{url}/checkpoints/step_00000009")
     with pytest.raises(ConfigError, match="is no checkpoint"):
         fetch_request(Path(url))
@@ -396,7 +399,7 @@ def test_no_credentials_are_written(run):
     texts = [*messages, *(x.read_bytes().decode() for x in folder.rglob("*") if x.is_file())]
     assert messages
     assert not [text for text in texts if KEY in text or SECRET in text]
-    assert os.environ["AWS_SECRET_ACCESS_KEY"] == SECRET
+    assert SECRET in os.environ.values()
 
 
 def test_a_model_and_the_lines_of_a_run_are_taken_by_their_urls(run, bucket, tmp_path, capfd):

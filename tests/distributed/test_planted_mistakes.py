@@ -254,12 +254,12 @@ def experts_summed(times, _ps):
 
 
 def padding_counted(_ps):
-    route = experts.sigmoid_topk
+    route = experts.biased_topk
 
     def route_all(logits, chosen, **how):
         return route(logits, chosen, **how | {"is_token": None})
 
-    PATCH.setattr(experts, "sigmoid_topk", route_all)
+    PATCH.setattr(experts, "biased_topk", route_all)
 
 
 class OneOff(dict):

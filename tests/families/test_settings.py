@@ -96,6 +96,8 @@ ALLOWED = {
     ("adapters.add_quantization_noise", "norms"): ({0}, "off"),
     ("models.Experts", "capacity"): ({0}, "drops nothing"),
     ("models.Experts", "jitter"): ({0}, "off"),
+    ("models.Experts", "hash_layers"): ({0}, "none"),
+    ("models.Experts", "load_limit"): ({0}, "scales nothing"),
     ("models.Experts", "shared"): ({0}, "none"),
     ("models.Experts", "first"): ({0}, "the first layer"),
     ("models.Sliding", "first"): ({0}, "the first layer"),
@@ -198,6 +200,7 @@ CALLS = {
     "losses.token_logprobs": hidden,
     "schedules.constant": lambda: {"lr": 0.1, "warmup": 2, "warmup_from": 0.5},
     "schedules.cosine": lambda: {"lr": 0.1, "warmup": 2, "total": 8},
+    "schedules.cosine_restarts": lambda: {"lr": 0.1, "warmup": 2, "total": 8},
     "schedules.is_due": lambda: {"step": 3, "every": 2},
     "schedules.infinite": lambda: {
         "lr": 0.1,
@@ -261,7 +264,18 @@ CALLS = {
     "models.apply_capacity": lambda: {"routing": softmax_topk(torch.zeros(3, 4), 1), "capacity": 1},
     "models.make_decoder_config": lambda: {"name": "tiny", "num_ids": 9},
     "models.pad_vocab_size": lambda: {"size": 9},
-    "models.sigmoid_topk": lambda: {"logits": torch.zeros(3, 4), "top_k": 2},
+    "models.biased_topk": lambda: {"logits": torch.zeros(3, 4), "top_k": 2},
+    "models.hash_experts": lambda: {
+        "token_ids": torch.arange(3),
+        "experts": 4,
+        "top_k": 2,
+        "name": "layers.0.mlp",
+    },
+    "models.scale_by_load": lambda: {
+        "routing": softmax_topk(torch.zeros(3, 4), 1),
+        "load": torch.full((4,), 0.25),
+        "factor": 1.0,
+    },
     "models.softmax_topk": lambda: {"logits": torch.zeros(3, 4), "top_k": 2},
     "models.upcycle_weights": lambda: {
         "weights": init_weights(dense(), seed=0),

@@ -18,14 +18,16 @@ CONFIG = make_decoder_config("tiny", width=32, layers=2, mlp_width=48, vocab_siz
 SLIDING = Sliding(window=3, first=1, rope_theta=50.0)
 KINDS = {
     "plain": CONFIG,
-    "grouped": attrs.evolve(CONFIG, kv_heads=2, qk_norm=True),
+    "grouped, gated": attrs.evolve(CONFIG, kv_heads=2, qk_norm=True, attention_gate=True),
     "biased": attrs.evolve(CONFIG, qkv_bias=True, feed_forward=FeedForward(bias=True)),
     "ungated": attrs.evolve(CONFIG, feed_forward=FeedForward(gated=False, activation="gelu")),
     "sliding": attrs.evolve(CONFIG, sliding=SLIDING),
     "latent": attrs.evolve(
         CONFIG, kv_heads=4, latents=Latents(query_rank=12, kv_rank=8, plain=6, rotary=4, values=10)
     ),
-    "routed": attrs.evolve(CONFIG, experts=Experts(count=4, top_k=2, width=16, shared=8)),
+    "routed": attrs.evolve(
+        CONFIG, experts=Experts(count=4, top_k=2, width=16, shared=8, shared_gate=True)
+    ),
 }
 
 

@@ -447,6 +447,25 @@ def test_embeddings_are_scaled_by_what_their_dtype_can_say():
     assert torch.equal(x, model.embedding(batch["input_ids"]) * torch.tensor(48**0.5).bfloat16())
 
 
+def test_multipliers_and_layers_without_positions_compute_what_they_say():
+    config = attrs.evolve(SMALL, residual_scale=0.3, logit_divisor=1.7, no_rope_every=2)
+    model, plain = double(config), double(SMALL)
+    with torch.no_grad():  # the matrices that end a branch, and the norm before the head
+        for block in plain.layers.values():
+            block.attention.wo.weight.mul_(0.3)
+            block.mlp.down.weight.mul_(0.3)
+        plain.norm.weight.div_(1.7)
+    batch = packed([9])
+    logits = call_model(model, batch)
+    assert (logits - call_model(plain, batch)).abs().max() > 1e-3
+    # The second layer sees no positions: all of them are 0 for it.
+    nowhere = plain._make_rotary(torch.zeros_like(batch["position_ids"]), dtype=torch.float64)
+    plain.layers["1"].register_forward_pre_hook(
+        lambda _, args, kwargs: (args, kwargs | {"rotary": nowhere}), with_kwargs=True
+    )
+    assert_equal(logits, call_model(plain, batch))
+
+
 def test_constructor_draws_no_random_numbers():
     state = torch.get_rng_state()
     Decoder(SMALL)
@@ -523,6 +542,10 @@ def test_initial_values_of_what_is_not_there_are_refused(name, shape, offset, ma
         ({"positions": 0}, "positions must be above 0, got 0"),
         ({"positions": 8, "rotary_dim": 2}, "positions must be left out, where rotary"),
         ({"logit_softcap": 0.0}, "logit_softcap must be above 0, got 0.0"),
+        ({"residual_scale": 0.0}, "residual_scale must be above 0, got 0.0"),
+        ({"logit_divisor": -1.0}, "logit_divisor must be above 0, got -1.0"),
+        ({"no_rope_every": 0}, "no_rope_every must be above 0, got 0"),
+        ({"positions": 8, "no_rope_every": 2}, "positions must be left out, where rotary"),
         ({"qk_norm": "all"}, "qk_norm must be False, True or 'wide', got all"),
         ({"qk_norm": "wide", "norms": Norms(kind="layer")}, "qk_norm must be per head"),
     ],

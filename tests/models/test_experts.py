@@ -24,16 +24,18 @@ from trainkit.models import (
     Decoder,
     Experts,
     RoutingTape,
+    biased_topk,
     build_decoder,
     call_model,
     call_routed,
     experts,
     grouped_linear,
-    sigmoid_topk,
     softmax_topk,
     update_routers_,
 )
+from trainkit.models.decoder import decoder_stage
 from trainkit.models.experts import balance_loss_sum
+from trainkit.models.routers import hash_experts
 from trainkit.parallel import make_call, make_stages, recompute
 from trainkit.post.generation import generate
 from trainkit.step import evaluate, forward_backward
@@ -132,6 +134,56 @@ def by_hand(layer, rows, counts):
     return torch.stack(out)
 
 
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("activation", ["gelu", "relu2"])
+def test_experts_of_another_kind_are_mlps_of_that_kind(gated, activation):
+    """A layer of experts is the sum of its MLPs, weighted; the shared one is of the same kind."""
+    config = Experts(count=3, top_k=2, width=5, shared=7, gated=gated, activation=activation)
+    torch.manual_seed(0)
+    layer = experts.ExpertMlp(4, config, name="layers.0.mlp", number=0, balance="batch").double()
+    for x in layer.parameters():
+        nn.init.normal_(x)
+    x = torch.randn(1, 6, 4, dtype=torch.float64)
+    is_token = torch.ones(1, 6, dtype=torch.bool)
+    spans = decoder_batch(0).spans
+    y, _ = layer(x, spans=spans, is_token=is_token, tape=RoutingTape())
+    act = {"gelu": nn.functional.gelu, "relu2": lambda z: z.clamp(min=0) ** 2}[activation]
+
+    def mlp(z, up, down, gate=None):
+        inner = z @ up.T
+        return (act(z @ gate.T) * inner if gated else act(inner)) @ down.T
+
+    routing, _ = layer.router(x[0], None, None)
+    weights, shared = layer.experts, layer.shared
+    for t, (chosen, by) in enumerate(zip(routing.indices, routing.weights, strict=True)):
+        z = x[0, t]
+        wanted = mlp(z, shared.up.weight, shared.down.weight, shared.gate.weight if gated else None)
+        for e, weight in zip(chosen, by, strict=True):
+            gate = weights.gate[e] if gated else None
+            wanted = wanted + weight * mlp(z, weights.up[e], weights.down[e], gate)
+        torch.testing.assert_close(y[0, t], wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_hashed_layers_choose_by_the_token_and_need_its_id():
+    sparse = attrs.evolve(CONFIG.experts, hash_layers=1)
+    config = attrs.evolve(CONFIG, experts=sparse)
+    model, tape = build_decoder(config, seed=0), RoutingTape()
+    batch = decoder_batch(0)
+    out = through(model, batch, tape)
+    ids = batch.input_ids.flatten()
+    wanted = hash_experts(ids, 8, 2, name="layers.1.mlp")
+    is_token = (batch.document_ids >= 0).flatten()
+    assert torch.equal(tape.choices["layers.1.mlp"][is_token], wanted[is_token])
+    assert not torch.equal(tape.choices["layers.2.mlp"], wanted)
+    # Balance cannot move what scores do not choose; weights still train the router.
+    assert out.sums[0, 0] == 0
+    assert out.sums[1, 0] > 0
+    out.output.square().sum().backward()
+    assert model.layers["1"].mlp.router.weight.grad.any()
+    with pytest.raises(ConfigError, match=r"decoder_stage: layers \[1\] choose experts by a hash"):
+        decoder_stage(model, range(1, 3), first=False, last=True)
+
+
 def test_under_autocast_experts_compute_in_the_dtype_of_the_tokens():
     model, batch = build_decoder(CONFIG, seed=0), decoder_batch(0)
     seen = []
@@ -179,7 +231,7 @@ def test_a_compiled_layer_has_the_values_and_gradients_of_a_plain_one(dtype):
 def test_padding_goes_nowhere_and_is_counted_nowhere():
     logits = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
     is_token = torch.tensor([True, False, True, True, False])
-    for route in (softmax_topk, sigmoid_topk):
+    for route in (softmax_topk, biased_topk):
         routing = route(logits, 2, is_token=is_token)
         assert routing.counts.sum() == 6
         assert (routing.indices[~is_token] == 4).all()
@@ -193,7 +245,7 @@ def test_padding_goes_nowhere_and_is_counted_nowhere():
 def test_a_bias_chooses_and_never_weighs():
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
     bias = torch.tensor([9.0, 9.0, 0.0, 0.0])
-    routing = sigmoid_topk(logits, 2, bias=bias)
+    routing = biased_topk(logits, 2, bias=bias)
     assert sorted(routing.indices[0].tolist()) == [0, 1]
     scores = logits.sigmoid()[0, :2]
     want = (scores / scores.sum()).sort().values
@@ -203,7 +255,7 @@ def test_a_bias_chooses_and_never_weighs():
 def test_choices_that_were_made_before_are_taken_with_weights_of_now():
     logits = torch.randn(4, 6, requires_grad=True)
     given = torch.tensor([[0, 1], [2, 3], [4, 5], [0, 5]])
-    for route in (softmax_topk, sigmoid_topk):
+    for route in (softmax_topk, biased_topk):
         routing = route(logits, 2, indices=given, renormalize=False)
         assert torch.equal(routing.indices, given)
         assert routing.weights.requires_grad
@@ -225,11 +277,11 @@ def test_choices_that_were_made_before_are_taken_with_weights_of_now():
     ],
 )
 def test_what_does_not_fit_is_refused(choose, message):
-    for route in (softmax_topk, sigmoid_topk):
+    for route in (softmax_topk, biased_topk):
         with pytest.raises(ValueError, match=f"{route.__name__}: .*{message}"):
             choose(route, torch.zeros(3, 4))
     with pytest.raises(ValueError, match="cannot be chosen from 1 of 3 equal groups"):
-        sigmoid_topk(torch.zeros(3, 4), 1, groups=3)
+        biased_topk(torch.zeros(3, 4), 1, groups=3)
     with pytest.raises(ConfigError, match="9 of 8 experts"):
         Experts(count=8, top_k=9, width=4)
     with pytest.raises(ConfigError, match="are for scores='sigmoid'"):
@@ -238,10 +290,12 @@ def test_what_does_not_fit_is_refused(choose, message):
         Experts(count=8, top_k=1, width=4)
     with pytest.raises(ConfigError, match="shared must be at least 0 and finite, got -4"):
         Experts(count=8, top_k=2, width=4, shared=-4)
+    with pytest.raises(ConfigError, match="shared_gate=True needs a shared expert"):
+        Experts(count=8, top_k=2, width=4, shared_gate=True)
     with pytest.raises(ValueError, match="experts must be in some of the 3 layers"):
         attrs.evolve(CONFIG, experts=Experts(count=8, top_k=2, width=4, first=99))
-    with pytest.raises(ValueError, match=r"sigmoid_topk: bias must be \[4\]"):
-        sigmoid_topk(torch.zeros(3, 4), 1, bias=torch.zeros(4, 1))
+    with pytest.raises(ValueError, match=r"biased_topk: bias must be \[4\]"):
+        biased_topk(torch.zeros(3, 4), 1, bias=torch.zeros(4, 1))
     with pytest.raises(ValueError, match='Decoder: balance must be "batch"'):
         Decoder(CONFIG, balance="sequence")
 

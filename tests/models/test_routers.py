@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainkit.models import Experts, sigmoid_topk, softmax_topk
+from trainkit.models import Experts, biased_topk, hash_experts, scale_by_load, softmax_topk
 from trainkit.models.routers import add_jitter, apply_capacity, expert_capacity
 from trainkit.noise import dropout, make_token_keys
 from trainkit.types import ConfigError
@@ -22,7 +22,7 @@ def routings(draw):
     logits = torch.randint(-2, 3, (tokens, experts), generator=generator).float()
     logits[:, 0] += draw(st.sampled_from([0, 5]))
     is_token = torch.rand(tokens, generator=generator) < draw(st.sampled_from([0.0, 0.6, 1.0]))
-    route = draw(st.sampled_from([softmax_topk, sigmoid_topk]))
+    route = draw(st.sampled_from([softmax_topk, biased_topk]))
     return route(logits.requires_grad_(), chosen, is_token=is_token), logits
 
 
@@ -127,5 +127,63 @@ def test_noise_keeps_the_precision_that_a_router_computes_in():
 def test_a_group_is_chosen_by_its_two_best_experts_together():
     """Of two groups the first has the best expert, and the second the two that are best."""
     scores = torch.tensor([[0.9, 0.1, 0.6, 0.5]]).logit()
-    routing = sigmoid_topk(scores, 2, groups=2, groups_chosen=1)
+    routing = biased_topk(scores, 2, groups=2, groups_chosen=1)
     assert sorted(routing.indices[0].tolist()) == [2, 3]
+
+
+# ------------------------------------------------------------------- scores, hashes, scale by load
+
+
+def test_square_root_of_softplus_scores_as_deepseek_v4_does():
+    """Choices by score and bias, weights by score alone; far below 0 no gradient is NaN."""
+    logits = torch.randn(9, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    bias = torch.linspace(0.8, -0.8, 6)
+    routing = biased_topk(logits, 2, scores="sqrtsoftplus", bias=bias, scale=2.5)
+    scores = (1 + logits.double().exp()).log().sqrt()
+    chosen = (scores + bias).topk(2).indices
+    weights = scores.gather(1, chosen)
+    assert torch.equal(routing.indices, chosen)
+    assert not torch.equal(chosen, scores.topk(2).indices)
+    wanted = 2.5 * weights / weights.sum(-1, keepdim=True)
+    torch.testing.assert_close(routing.weights.double(), wanted)
+    torch.testing.assert_close(routing.shares.sum(-1), torch.ones(9))
+    far = torch.tensor([[-200.0, 300.0, 0.0]]).requires_grad_()
+    biased_topk(far, 3, scores="sqrtsoftplus").weights.square().sum().backward()
+    assert far.grad.isfinite().all()
+    with pytest.raises(ValueError, match="scores"):
+        biased_topk(logits, 2, scores="softplus")
+
+
+def test_a_hash_gives_a_token_the_same_experts_wherever_it_stands():
+    ids = torch.arange(4096)
+    chosen = hash_experts(ids, 8, 2, name="layers.0.mlp")
+    assert torch.equal(hash_experts(ids[100:120], 8, 2, name="layers.0.mlp"), chosen[100:120])
+    assert (chosen[:, 0] != chosen[:, 1]).all()
+    other = hash_experts(ids, 8, 2, name="layers.1.mlp")
+    # By chance a pair is the same once in 56.
+    assert (other == chosen).all(-1).sum() < 200
+    counts = chosen.flatten().bincount(minlength=8)
+    assert counts.sum() == 8192
+    assert (counts - 1024).abs().max() < 150  # five standard deviations of an even table
+    with pytest.raises(ValueError, match="hash_experts: top_k"):
+        hash_experts(ids, 8, 9, name="layers.0.mlp")
+
+
+def test_experts_with_too_much_load_have_their_outputs_scaled_to_their_limit():
+    logits = torch.eye(4).repeat(2, 1).requires_grad_()
+    is_token = torch.arange(8) < 7
+    routing = softmax_topk(logits, 2, is_token=is_token)
+    load = torch.tensor([0.5, 0.25, 0.2, 0.05])
+    scaled = scale_by_load(routing, load, factor=1.2)
+    factors = [0.6, 1.0, 1.0, 1.0, 0.0]  # 1.2 times a quarter is 0.3, of 0.5; padding has none
+    wanted = [
+        [weight * factors[expert] for weight, expert in zip(*pair, strict=True)]
+        for pair in zip(routing.weights.tolist(), routing.indices.tolist(), strict=True)
+    ]
+    torch.testing.assert_close(scaled.weights, torch.tensor(wanted))
+    assert scaled.counts is routing.counts
+    # An expert that nobody chose has a load of 0.
+    none = scale_by_load(routing, torch.tensor([1.0, 0, 0, 0]), factor=4.0)
+    assert torch.equal(none.weights, routing.weights)
+    with pytest.raises(ValueError, match="scale_by_load: factor"):
+        scale_by_load(routing, load, factor=0.0)

@@ -547,10 +547,10 @@ def test_the_hidden_matrices_of_a_decoder():
         left = {name.rpartition(".")[0] for name, p in made.named_parameters() if name not in found}
         inside = {name.split(".", 2)[2] for name in left if name.startswith("layers")}
         assert {name for name in left if "norm" not in name} - {"head", "embedding"} <= {
-            f"layers.{i}.mlp.router" for i in range(config.layers)
+            f"layers.{i}.mlp.{x}" for i in range(config.layers) for x in ("router", "shared_gate")
         }
-        assert all("norm" in name or name == "mlp.router" for name in inside)
-        assert ("mlp.router" in inside) == ("experts" in model)
+        routing = {"mlp.router", "mlp.shared_gate"} if "experts" in model else set()
+        assert {name for name in inside if "norm" not in name} == routing
         parts = {name.rpartition(".")[0][9:]: x for name, x in found.items() if x is not None}
         assert parts == ({"attention.wkv": (10, 6)} if "latents" in model else {})
 

@@ -15,7 +15,7 @@ from trainkit.batch import split_batch
 from trainkit.data import TokenCorpus
 from trainkit.losses import add_router_losses, next_token
 from trainkit.mesh import solo_parallel
-from trainkit.models import Decoder, build_decoder, call_routed, init_weights, sigmoid_topk
+from trainkit.models import Decoder, biased_topk, build_decoder, call_routed, init_weights
 from trainkit.models.dispatch import ep_combine, ep_dispatch
 from trainkit.models.experts import ExpertWeights
 from trainkit.packing import pack_bins
@@ -201,10 +201,10 @@ def test_text_is_drawn_with_experts_on_other_ranks():
 def test_a_token_reaches_no_more_nodes_than_the_groups_it_may_choose():
     ep, groups, chosen = 8, 4, 2  # a group of 8 experts on each node of two ranks
     logits = torch.randn(200, 32, generator=torch.Generator().manual_seed(0))
-    ranks = sigmoid_topk(logits, 8, groups=groups, groups_chosen=chosen).indices // (32 // ep)
+    ranks = biased_topk(logits, 8, groups=groups, groups_chosen=chosen).indices // (32 // ep)
     nodes = ranks // (ep // groups)
     assert max(len(set(row)) for row in nodes.tolist()) == chosen
-    assert max(len(set(row // 2)) for row in sigmoid_topk(logits, 8).indices.numpy() // 4) > chosen
+    assert max(len(set(row // 2)) for row in biased_topk(logits, 8).indices.numpy() // 4) > chosen
 
 
 IN_GROUPS = attrs.evolve(EXPERTS, count=16, top_k=4, groups=4, groups_chosen=2)

@@ -66,8 +66,8 @@ def open_store(url: str | Path, *, timeout: float = 30.0, patience: float = 20.0
     """Open a folder of a bucket; nothing is sent yet, see `check_store`.
 
     Credentials, region and endpoint come from the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE,
-    AWS_REGION, AWS_ENDPOINT_URL and so on), from ~/.aws, or from the machine's own account. They
-    are held by the client alone, and are in no message.
+    AWS_REGION, AWS_ENDPOINT_URL; AZURE_STORAGE_ACCOUNT_NAME and so on), from ~/.aws, or from the
+    machine's own account. They are held by the client alone, and are in no message.
 
     Args:
         url: `s3://bucket/folder`, or `gs://` and `az://`.
@@ -482,7 +482,10 @@ _CAUSES = (
     (
         ("169.254.169.254", "NoCredentials", "MissingAuthenticationToken"),
         "there are no credentials for the bucket {bucket}",
-        "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE for a profile of ~/.aws",
+        (
+            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE for a profile of "
+            "~/.aws; for az:// set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
+        ),
     ),
     (
         _NO_BUCKET,

@@ -50,7 +50,9 @@ from trainkit.models.init_weights import init_weights
 from trainkit.models.kv_cache import KVCache
 from trainkit.models.layers import make_norm
 from trainkit.models.routers import (
-    sigmoid_topk,
+    biased_topk,
+    hash_experts,
+    scale_by_load,
     softmax_topk,
 )
 from trainkit.models.upcycling import upcycle_weights
@@ -72,6 +74,7 @@ __all__ = [
     "RoutingTape",
     "Sliding",
     "YarnScaling",
+    "biased_topk",
     "build_decoder",
     "call_model",
     "call_routed",
@@ -80,12 +83,13 @@ __all__ = [
     "count_active_parameters",
     "count_parameters",
     "grouped_linear",
+    "hash_experts",
     "init_weights",
     "list_decoder_sizes",
     "make_decoder_config",
     "make_norm",
     "pad_vocab_size",
-    "sigmoid_topk",
+    "scale_by_load",
     "softmax_topk",
     "upcycle_weights",
     "update_routers_",

@@ -7,7 +7,7 @@ saved before an option existed still means the same model.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import attrs
 from attrs.validators import optional
@@ -16,6 +16,9 @@ from trainkit.types import ConfigError, check_range, non_negative, one_of, satis
 
 # Ranges are written as comparisons with both bounds, because NaN fails each of them.
 _POSITIVE = satisfies(lambda value: 0 < value < math.inf, "above 0 and finite")
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+"""The activations of an MLP or of experts."""
 
 
 @attrs.frozen
@@ -233,10 +236,9 @@ class FeedForward:
     gated: bool = True
     """Whether the MLP is a gated linear unit (Shazeer, "GLU variants", 2020)."""
 
-    activation: Literal["silu", "gelu", "gelu_tanh"] = attrs.field(
-        default="silu", validator=one_of("silu", "gelu", "gelu_tanh")
-    )
-    """gelu_tanh is GELU's approximation by tanh (Hendrycks and Gimpel, 2016)."""
+    activation: Activation = attrs.field(default="silu", validator=one_of(*get_args(Activation)))
+    """gelu_tanh is GELU's approximation by tanh (Hendrycks and Gimpel, 2016); relu2 the square of
+    ReLU (So et al., "Primer", 2021)."""
 
     bias: bool = False
     """Whether its linear layers have biases."""
@@ -353,16 +355,29 @@ class Experts:
     shared: int = attrs.field(default=0, validator=non_negative)
     """The inner size of the shared expert, an MLP for all tokens; 0 for none."""
 
+    shared_gate: bool = False
+    """Whether its output is multiplied by a sigmoid of a linear function of the token (Qwen2)."""
+
     first: int = attrs.field(default=0, validator=non_negative)
     """The index of the first layer that may have experts; earlier ones have an MLP."""
 
     every: int = attrs.field(default=1, validator=_POSITIVE)
     """The interval of layers with experts: layers every - 1, 2 * every - 1, and so on."""
 
-    scores: Literal["softmax", "sigmoid"] = attrs.field(
-        default="softmax", validator=one_of("softmax", "sigmoid")
+    gated: bool = True
+    """Whether an expert is a gated linear unit, as in `FeedForward`; the shared expert too."""
+
+    activation: Activation = attrs.field(default="silu", validator=one_of(*get_args(Activation)))
+    """The activation of the experts and of the shared expert."""
+
+    scores: Literal["softmax", "sigmoid", "sqrtsoftplus"] = attrs.field(
+        default="softmax", validator=one_of("softmax", "sigmoid", "sqrtsoftplus")
     )
-    """The function from logits to scores; see `softmax_topk` and `sigmoid_topk`."""
+    """The function from logits to scores; see `softmax_topk` and `biased_topk`."""
+
+    hash_layers: int = attrs.field(default=0, validator=non_negative)
+    """How many of the first layers with experts choose by a hash of the token (`hash_experts`);
+    scores still weight their experts. They must be in the first pipeline stage."""
 
     renormalize: bool = True
     """Whether a token's weights are divided by their sum."""
@@ -387,6 +402,13 @@ class Experts:
     and drops the others. 0 drops none. Each rank limits its own microbatch, so the dropped choices
     depend on the layout; see `apply_capacity`."""
 
+    load_limit: float = attrs.field(
+        default=0.0,
+        validator=satisfies(lambda value: 0 <= value < math.inf, "at least 0 and finite"),
+    )
+    """The multiple of an equal share of the load of the last global batch from which on an expert's
+    outputs are scaled down; 0 scales none. See `scale_by_load`."""
+
     jitter: float = attrs.field(
         default=0.0, validator=satisfies(lambda value: 0 <= value < 1, "in [0, 1)")
     )
@@ -405,14 +427,14 @@ class Experts:
 
     def __attrs_post_init__(self) -> None:
         try:
-            # `sigmoid_topk` raises the same as a ValueError; a config is the user's input.
+            # `biased_topk` raises the same as a ValueError; a config is the user's input.
             check_expert_groups("Experts", self.count, self.top_k, self.groups, self.groups_chosen)
         except ValueError as error:
             raise ConfigError(str(error), where="experts", got=attrs.asdict(self)) from None
         # `softmax_topk` has none of these, so they would be ignored without a word.
         if self.scores == "softmax" and (self.biased or self.groups > 1 or self.scale != 1):
             raise ConfigError(
-                "Experts: a bias, groups and a scale are for scores='sigmoid'",
+                "Experts: a bias, groups and a scale are for scores='sigmoid' or 'sqrtsoftplus'",
                 where="experts",
                 got=attrs.asdict(self),
             )
@@ -423,12 +445,28 @@ class Experts:
                 where="sigmoid_scale",
                 got=self.sigmoid_scale,
             )
+        if self.clamp is not None and not (self.gated and self.activation == "silu"):
+            raise ConfigError(
+                "Experts: a clamp is for gated experts with silu",
+                where="clamp",
+                got=attrs.asdict(self),
+            )
+        if self.shared_gate and not self.shared:
+            raise ConfigError(
+                "Experts: shared_gate=True needs a shared expert; set shared to its inner size",
+                where="shared_gate",
+            )
         if self.top_k == 1 and self.renormalize and self.scores == "softmax":
             raise ConfigError(
                 "Experts: top_k=1 with renormalize=True gives weights of 1, and trains no router; "
                 "set renormalize=False",
                 where="renormalize",
             )
+
+    @property
+    def shared_mlp(self) -> FeedForward:
+        """The MLP of the shared expert, of the same kind as the experts."""
+        return FeedForward(gated=self.gated, activation=self.activation)
 
     def layers(self, layers: int) -> list[int]:
         """Return the indices of the layers with experts, in a model of `layers` layers.
@@ -480,6 +518,8 @@ class DecoderConfig:
         experts: The experts that replace the MLP in some or all layers.
         latents: The latents of queries, keys and values (multi-head latent attention).
         out_bias: Whether the output projection of attention has a bias.
+        attention_gate: Whether attention's output is multiplied by a sigmoid of a linear function
+            of its input, element by element, before the output projection (Qwen3-Next).
         norms: The norms; None for an RMSNorm before attention and before the MLP.
         feed_forward: The MLP; None for a SwiGLU without biases.
         sliding: The layers with sliding-window attention.
@@ -491,6 +531,10 @@ class DecoderConfig:
         score_softcap: c, where a score s becomes c * tanh(s / c) (Gemma 2).
         logit_softcap: The same for logits.
         embedding_scale: The factor of embeddings, rounded to their dtype (Gemma).
+        residual_scale: The factor of what attention and the MLP add to the stream (Granite).
+        logit_divisor: What logits are divided by (Granite).
+        no_rope_every: Layers no_rope_every - 1, 2 * no_rope_every - 1, and so on have no positions
+            (SmolLM3); all have when None.
         delta: The layers with the gated delta rule in place of attention (Qwen3-Next).
         attention_sinks: Whether each head has a learned logit in the denominator of its softmax
             (gpt-oss); see `attention.add_sink`.
@@ -522,6 +566,7 @@ class DecoderConfig:
     experts: Experts | None = None
     latents: Latents | None = None
     out_bias: bool = False
+    attention_gate: bool = False
     norms: Norms | None = None
     feed_forward: FeedForward | None = None
     sliding: Sliding | None = None
@@ -531,6 +576,9 @@ class DecoderConfig:
     score_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float | None = None
+    residual_scale: float | None = None
+    logit_divisor: float | None = None
+    no_rope_every: int | None = None
     delta: Delta | None = None
     attention_sinks: bool = False
 
@@ -549,8 +597,10 @@ class DecoderConfig:
                 "qk_norm",
                 "qkv_bias",
                 "out_bias",
+                "attention_gate",
                 "rotary_dim",
                 "positions",
+                "no_rope_every",
                 "attention_sinks",
             ):
                 self._require(field, "left out, with latents", ok=not getattr(self, field))
@@ -589,9 +639,11 @@ class DecoderConfig:
         ok = self.qk_norm != "wide" or self.norm_config.kind == "rms"
         self._require("qk_norm", "per head, where norms are no RMSNorms", ok=ok)
         ok = self.experts is None or self.feed_forward in (None, FeedForward())
-        self._require("feed_forward", "left out, with experts, which are SwiGLUs", ok=ok)
+        self._require(
+            "feed_forward", "left out, with experts, which have gated and activation", ok=ok
+        )
         sliding_theta = self.sliding and self.sliding.rope_theta
-        rotary = self.rope_scaling or self.rotary_dim or sliding_theta
+        rotary = self.rope_scaling or self.rotary_dim or sliding_theta or self.no_rope_every
         ok = self.positions is None or not rotary
         self._require("positions", "left out, where rotary positions are configured", ok=ok)
         if isinstance(self.rope_scaling, LongRopeScaling):  # the others scale any number of pairs
@@ -604,6 +656,9 @@ class DecoderConfig:
             "score_softcap",
             "logit_softcap",
             "embedding_scale",
+            "residual_scale",
+            "logit_divisor",
+            "no_rope_every",
         ):
             value = getattr(self, field)
             self._require(field, "above 0", ok=value is None or 0 < value < math.inf)
@@ -631,11 +686,14 @@ class DecoderConfig:
             return self.latents.rotary
         return self.head_size if self.rotary_dim is None else self.rotary_dim
 
-    @property
-    def score_scale(self) -> float | None:
-        """The factor of attention scores; None for 1 / sqrt(head_size)."""
-        # Only YaRN sharpens scores.
+    def score_scale(self, layer: int) -> float | None:
+        """Return the factor of a layer's attention scores; None for 1 / sqrt(head_size)."""
+        has_own_theta = self.sliding is not None and self.sliding.rope_theta is not None
+        is_unscaled = has_own_theta and layer in self.sliding_layers
+        # Only YaRN sharpens scores, and only those of positions that it scales.
         sharpening = getattr(self.rope_scaling, "sharpening", None)
+        if is_unscaled or layer in self.no_rope_layers:
+            sharpening = None
         if sharpening is None and self.query_scalar is None:
             return None
         return (self.query_scalar or self.head_size) ** -0.5 * (sharpening or 1.0)
@@ -660,6 +718,12 @@ class DecoderConfig:
     def sliding_layers(self) -> list[int]:
         """The indices of the layers with sliding-window attention."""
         return [] if self.sliding is None else self.sliding.layers(self.layers)
+
+    @property
+    def no_rope_layers(self) -> list[int]:
+        """The indices of the layers without positions, where the others have rotary ones."""
+        every = self.no_rope_every
+        return [] if every is None else [*range(every - 1, self.layers, every)]
 
     @property
     def delta_layers(self) -> list[int]:
@@ -701,9 +765,9 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         for half in ("attention", "mlp"):
             block |= _norm_shapes(f"{half}_{name}", width, config)
     attention = _attention_shapes(config)
-    delta: dict[str, tuple[int, ...]] = {}
+    delta = dict[str, tuple[int, ...]]()
     if config.delta is not None:
-        delta = _delta_shapes(config, config.delta)
+        delta = _delta_shapes(width, config.delta)
     mlp = _mlp_shapes("mlp", width, config.mlp_width, config.feed_forward_config)
     expert_mlp = {} if experts is None else _expert_shapes(experts, width)
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, width)}
@@ -724,18 +788,21 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 def _expert_shapes(experts: Experts, width: int) -> dict[str, tuple[int, ...]]:
     # The matrices of all experts are one tensor each, which a grouped product needs.
-    matrices = {
-        "gate": (experts.count, experts.width, width),
+    matrices: dict[str, tuple[int, ...]] = {
         "up": (experts.count, experts.width, width),
         "down": (experts.count, width, experts.width),
     }
+    if experts.gated:
+        matrices = {"gate": matrices["up"], **matrices}
     shapes: dict[str, tuple[int, ...]] = {"mlp.router.weight": (experts.count, width)}
     shapes |= {f"mlp.experts.{name}": shape for name, shape in matrices.items()}
     if experts.bias:
         shapes["mlp.router.logit_bias"] = (experts.count,)
         shapes |= {f"mlp.experts.{name}_bias": shape[:2] for name, shape in matrices.items()}
     if experts.shared:
-        shapes |= _mlp_shapes("mlp.shared", width, experts.shared, FeedForward())
+        shapes |= _mlp_shapes("mlp.shared", width, experts.shared, experts.shared_mlp)
+    if experts.shared_gate:
+        shapes["mlp.shared_gate.weight"] = (1, width)
     return shapes
 
 
@@ -751,6 +818,8 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         "wv.weight": (kv_width, width),
         "wo.weight": (width, q_width),
     }
+    if config.attention_gate:
+        shapes["wg.weight"] = (q_width, width)
     if config.qkv_bias:
         shapes |= {f"w{x}.bias": shapes[f"w{x}.weight"][:1] for x in "qkv"}
     if config.out_bias:
@@ -789,14 +858,14 @@ def _latent_shapes(config: DecoderConfig, latents: Latents) -> dict[str, tuple[i
     return shapes
 
 
-def _delta_shapes(config: DecoderConfig, delta: Delta) -> dict[str, tuple[int, ...]]:
+def _delta_shapes(width: int, delta: Delta) -> dict[str, tuple[int, ...]]:
     keys, values = delta.key_heads * delta.key_size, delta.value_heads * delta.value_size
-    gates = (delta.value_heads, config.width)
+    gates = (delta.value_heads, width)
     return {
-        "wq.weight": (keys, config.width),
-        "wk.weight": (keys, config.width),
-        "wv.weight": (values, config.width),
-        "wg.weight": (values, config.width),
+        "wq.weight": (keys, width),
+        "wk.weight": (keys, width),
+        "wv.weight": (values, width),
+        "wg.weight": (values, width),
         "wb.weight": gates,
         "wa.weight": gates,
         "wa.bias": gates[:1],
@@ -806,7 +875,7 @@ def _delta_shapes(config: DecoderConfig, delta: Delta) -> dict[str, tuple[int, .
         "v_conv.weight": (values, delta.conv),
         # One weight for all heads, and never an offset: the norm is that of the rule.
         "gated_norm.weight": (delta.value_size,),
-        "wo.weight": (config.width, values),
+        "wo.weight": (width, values),
     }
 
 
@@ -865,7 +934,6 @@ def idle_parameters(config: DecoderConfig) -> int:
     experts = config.experts
     if experts is None:
         return 0
-    # A SwiGLU has three matrices: gate, up and down.
-    matrices = 3 * config.width * experts.width
-    biases = 2 * experts.width + config.width if experts.bias else 0
+    matrices = (3 if experts.gated else 2) * config.width * experts.width  # gate, up and down
+    biases = (1 + experts.gated) * experts.width + config.width if experts.bias else 0
     return (experts.count - experts.top_k) * (matrices + biases)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, ClassVar, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,11 @@ from trainkit.models.kv_cache import KVCache
 from trainkit.models.latent_attention import LatentAttention
 from trainkit.models.layers import Embedding, Joined, Linear, Mlp, WideNorm, make_norm
 from trainkit.models.rotary import Table, rotary_frequencies, rotary_table, rotate_qk
+from trainkit.models.routers import hash_experts
 from trainkit.noise import counters
 from trainkit.types import (
     Attend,
+    ConfigError,
     Hidden,
     RoutedOutput,
     Spans,
@@ -123,21 +125,26 @@ class Attention(nn.Module):
     The number of heads follows from the shapes of the weights, so it also works on a shard of them.
     """
 
-    # For `bare`, which fuses the three products in generation.
-    joined: ClassVar[Joined] = {"projected": ("wq", "wk", "wv")}
-
-    def __init__(self, config: DecoderConfig, *, attend: Attend, window: int | None) -> None:
+    def __init__(
+        self, config: DecoderConfig, *, attend: Attend, window: int | None, scale: float | None
+    ) -> None:
         super().__init__()
         size = config.head_size
         self.head_size = size
         self.attend = attend
-        self.scale = config.score_scale  # None: the kernel's default, 1 / sqrt(head_size)
+        self.scale = scale  # None: the kernel's default, 1 / sqrt(head_size)
         self.window = window
         self.softcap = config.score_softcap
         self.wq = Linear(config.width, config.heads * size, bias=config.qkv_bias)
         self.wk = Linear(config.width, config.kv_heads * size, bias=config.qkv_bias)
         self.wv = Linear(config.width, config.kv_heads * size, bias=config.qkv_bias)
         self.wo = Linear(config.heads * size, config.width, bias=config.out_bias)
+        self.projections = ["wq", "wk", "wv"]
+        if config.attention_gate:
+            self.wg = Linear(config.width, config.heads * size, bias=False)
+            self.projections.append("wg")
+        # For `bare`, which fuses these products in generation.
+        self.joined: Joined = {"projected": self.projections}
         sinks = torch.empty(config.heads) if config.attention_sinks else None
         self.sinks = None if sinks is None else nn.Parameter(sinks)
         self.qk_norm = config.qk_norm
@@ -158,7 +165,7 @@ class Attention(nn.Module):
         attend: Attend | None = None,
     ) -> Tensor:
         """Map `[B, S, D]` to `[B, S, D]`; `attend`, that of a cache, replaces the module's own."""
-        q, k, v = self.projected(x)
+        q, k, v, *gate = self.projected(x)
         # A wide norm sees all heads together; the other kind sees one head at a time.
         if self.qk_norm == "wide":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -178,12 +185,14 @@ class Attention(nn.Module):
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
-        )
-        return self.wo(out.flatten(2))
+        ).flatten(2)
+        if gate:
+            out = out * gate[0].sigmoid()
+        return self.wo(out)
 
-    def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries `[B, S, H D]`, keys and values `[B, S, K D]`."""
-        return self.wq(x), self.wk(x), self.wv(x)
+    def projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return queries `[B, S, H D]`, keys and values `[B, S, K D]`, and any gate, as queries."""
+        return tuple(getattr(self, name)(x) for name in self.projections)
 
 
 class Block(nn.Module):
@@ -198,8 +207,11 @@ class Block(nn.Module):
         self.name = name
         self.dropout = config.dropout
         layer = int(name.rpartition(".")[2])
-        self.slides = layer in config.sliding_layers
-        window = config.sliding.window if config.sliding and self.slides else None
+        slides = layer in config.sliding_layers
+        window = config.sliding.window if config.sliding and slides else None
+        # Which of the tables of rotary positions it uses; None for no positions.
+        self.rotary = None if layer in config.no_rope_layers else int(slides)
+        self.scale = 1.0 if config.residual_scale is None else config.residual_scale
         # Norms that this family lacks are identities, which have no parameters to load.
         norm = partial(make_norm, config, config.width)
         before = norm if config.norm_config.before else nn.Identity
@@ -211,7 +223,12 @@ class Block(nn.Module):
         if layer in config.delta_layers:
             self.attention = DeltaAttention(config)
         else:
-            self.attention = attention(config, attend=attend, window=window)
+            self.attention = attention(
+                config,
+                attend=attend,
+                window=window,
+                scale=config.score_scale(layer),
+            )
         self.attention_out_norm = after()
         self.mlp_norm = before()
         self.mlp = mlp
@@ -240,13 +257,15 @@ class Block(nn.Module):
         if self.normed_after:
             branch = self.attention_out_norm(branch)
         # Dropout is on the branch alone: the stream itself keeps every token.
-        x = x + _drop(branch, noise_key, of=self, name="attention", p=self.dropout)
+        branch = _drop(branch, noise_key, of=self, name="attention", p=self.dropout)
+        x = torch.add(x, branch, alpha=self.scale)
         normal = self.mlp_norm(x)
         if not isinstance(self.mlp, ExpertMlp):
             branch = self.mlp(normal)
             if self.normed_after:
                 branch = self.mlp_out_norm(branch)
-            return x + _drop(branch, noise_key, of=self, name="mlp", p=self.dropout)
+            branch = _drop(branch, noise_key, of=self, name="mlp", p=self.dropout)
+            return torch.add(x, branch, alpha=self.scale)
         # The numbers of tokens per expert vary, which torch.compile cannot trace.
         call = torch.compiler.disable(_call) if torch.compiler.is_compiling() else _call
         branch, sums = call(
@@ -258,7 +277,8 @@ class Block(nn.Module):
             noise_key=noise_key,
         )
         branch = self.mlp_out_norm(branch)
-        return x + _drop(branch, noise_key, of=self, name="mlp", p=self.dropout), sums
+        branch = _drop(branch, noise_key, of=self, name="mlp", p=self.dropout)
+        return torch.add(x, branch, alpha=self.scale), sums
 
     def _attend(
         self,
@@ -272,7 +292,7 @@ class Block(nn.Module):
             attend_delta = None if cache is None else cache.attend_delta(self.name)
             return self.attention(x, spans=spans, attend=attend_delta)
         attend = None if cache is None else cache.attend(self.name)
-        table = rotary[1] if self.slides else rotary[0]
+        table = None if self.rotary is None else rotary[self.rotary]
         return self.attention(x, rotary=table, spans=spans, attend=attend)
 
 
@@ -384,6 +404,7 @@ class Decoder(nn.Module):
         is_token: Tensor | None = None,
         tape: RoutingTape | None = None,
         choices: Tensor | None = None,
+        token_ids: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor | Hidden | RoutedOutput:
         """Return logits `[B, S, V]`, or a `Hidden` of hidden states `[B, S, D]` and a weight.
@@ -402,6 +423,8 @@ class Decoder(nn.Module):
             tape: The choices of the expert layers; by default a new one.
             choices: int64 `[B, S, L, k]`, choices that came with the batch, for all L expert layers
                 of the model; they are written to the tape.
+            token_ids: int64 `[B, S]`, the ids of the tokens that this rank's experts see, where
+                tensor parallelism splits rows; by default `input_ids`.
             cache: The keys and values of earlier tokens; then the batch is one row, [1, S], and the
                 logits `[1, R, V]` are those of the last token of each of the cache's rows.
 
@@ -434,6 +457,13 @@ class Decoder(nn.Module):
             preload_(tape, names, choices)
         own = [name for name in names if name.split(".")[1] in self.layers]
         check_tape(tape, names, self.config.experts, is_token=is_token, own=own)
+        if self.embeds:  # later stages have no ids, and no layers that hash them
+            ids = input_ids if token_ids is None else token_ids
+            for name in names[: self.config.experts.hash_layers]:
+                chosen = hash_experts(
+                    ids.flatten(), self.config.experts.count, self.config.experts.top_k, name=name
+                )
+                tape.choices.setdefault(name, chosen)  # unless choices are replayed
         for block in self.layers.values():
             x = block(
                 x,
@@ -454,6 +484,9 @@ class Decoder(nn.Module):
         if self.norm is None:
             return x
         x = self.norm(x)
+        if self.config.logit_divisor is not None:
+            # Here and not in the head, so that a `Hidden` has it too.
+            x = x / self.config.logit_divisor
         # Generation needs the last token of each prompt; logits are the largest tensor.
         if cache is not None and cache.last is not None:
             x = x.index_select(1, cache.last)
@@ -571,6 +604,9 @@ def decoder_stage(model: Decoder, layers: range, *, first: bool, last: bool) -> 
         first: Whether the stage has the embedding.
         last: Whether it has the final norm and the head.
 
+    Raises:
+        ConfigError: A layer of a later stage chooses experts by a hash of the token ids.
+
     Examples:
         >>> config = DecoderConfig(
         ...     vocab_size=259, width=64, layers=4, heads=4, kv_heads=2, mlp_width=128
@@ -580,6 +616,16 @@ def decoder_stage(model: Decoder, layers: range, *, first: bool, last: bool) -> 
         >>> [name for name, _ in stage.named_children()], list(stage.layers)
         (['layers', 'norm', 'head'], ['2', '3'])
     """
+    experts = model.config.experts
+    hashed = model.config.expert_layers[: experts.hash_layers] if experts else []
+    if not first and any(i in layers for i in hashed):
+        raise ConfigError(
+            f"decoder_stage: layers {hashed} choose experts by a hash of the token ids, which only "
+            f"the first pipeline stage has, but layers {[*layers]} are of a later one; use fewer "
+            "stages, or fewer hash_layers",
+            where="hash_layers",
+            got=experts.hash_layers if experts else 0,
+        )
     stage = _copy_without_children(model)
     stage.embeds = first
     if first:

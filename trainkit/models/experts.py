@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainkit.batch.denominators import can_read_values
 from trainkit.models.call import RoutingTape
-from trainkit.models.config import Experts
+from trainkit.models.config import Activation, Experts
 from trainkit.models.dispatch import (
     Combine,
     Dispatch,
@@ -23,13 +23,14 @@ from trainkit.models.dispatch import (
     ep_dispatch,
     ep_dispatch_keys,
 )
-from trainkit.models.layers import Mlp
+from trainkit.models.layers import ACTIVATIONS, Linear, Mlp
 from trainkit.models.routers import (
     Routing,
     add_jitter,
     apply_capacity,
+    biased_topk,
     expert_capacity,
-    sigmoid_topk,
+    scale_by_load,
     softmax_topk,
 )
 from trainkit.noise import counters
@@ -231,9 +232,10 @@ def can_group(rows: Tensor, weight: Tensor) -> bool:
 
 
 class ExpertWeights(nn.Module):
-    """The weights of the SwiGLUs of all experts: `gate` and `up` `[E, F, D]`, `down` `[E, D, F]`.
+    """The weights of the MLPs of all experts: `gate` and `up` `[E, F, D]`, `down` `[E, D, F]`.
 
-    With biases there are `gate_bias` and `up_bias` `[E, F]`, and `down_bias` `[E, D]`. All are
+    By default an expert is a SwiGLU; one that is not gated has no `gate`. With biases there are
+    `gate_bias` and `up_bias` `[E, F]`, and `down_bias` `[E, D]`. The weights are
     uninitialized until a `Weights` function fills them.
     """
 
@@ -243,17 +245,22 @@ class ExpertWeights(nn.Module):
         width: int,
         inner: int,
         *,
+        gated: bool = True,
+        activation: Activation = "silu",
         bias: bool = False,
         clamp: float | None = None,
         sigmoid_scale: float | None = None,
     ) -> None:
         super().__init__()
+        self.activation = ACTIVATIONS[activation]
         self.clamp = clamp
         self.sigmoid_scale = sigmoid_scale or 1.0
-        self.gate = nn.Parameter(torch.empty(experts, inner, width))
+        self.weight_names = ("gate", "up", "down") if gated else ("up", "down")
+        if gated:
+            self.gate = nn.Parameter(torch.empty(experts, inner, width))
         self.up = nn.Parameter(torch.empty(experts, inner, width))
         self.down = nn.Parameter(torch.empty(experts, width, inner))
-        for name in ("gate", "up", "down"):
+        for name in self.weight_names:
             values = torch.empty(getattr(self, name).shape[:2]) if bias else None
             self.register_parameter(
                 f"{name}_bias", None if values is None else nn.Parameter(values)
@@ -267,33 +274,39 @@ class ExpertWeights(nn.Module):
                 CPU, do not sum to the number of rows.
         """
         covers_rows = not can_read_values(counts) or int(counts.sum()) == len(rows)
-        if len(counts) != len(self.gate) or not covers_rows:
+        if len(counts) != len(self.up) or not covers_rows:
             raise ValueError(
-                f"ExpertWeights: counts must be those of the {len(self.gate)} local experts, and "
+                f"ExpertWeights: counts must be those of the {len(self.up)} local experts, and "
                 f"sum to the rows; dispatch returned {len(rows)} rows, and counts for "
                 f"{len(counts)} experts, {counts.tolist()}"
             )
         device_type = rows.device.type
         if torch.is_autocast_enabled(device_type):
             rows = rows.to(torch.get_autocast_dtype(device_type))
-        gate = self._add_bias("gate", self.product("gate", rows, counts), counts)
-        up = self._add_bias("up", self.product("up", rows, counts), counts)
-        if self.clamp is None:
-            inner = nn.functional.silu(gate) * up
+        inner = self._open(self.weight_names[0], rows, counts)
+        if "gate" in self.weight_names:
+            inner = self._join(inner, self._open("up", rows, counts))
         else:
-            gate = gate.clamp(max=self.clamp)
-            up = up.clamp(-self.clamp, self.clamp)
-            inner = (up + 1) * gate * torch.sigmoid(self.sigmoid_scale * gate)
-        return self._add_bias("down", self.product("down", inner, counts), counts)
+            inner = self.activation(inner)
+        return self._open("down", inner, counts)
 
-    def _add_bias(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
+    def _join(self, gate: Tensor, up: Tensor) -> Tensor:
+        if self.clamp is None:
+            return self.activation(gate) * up
+        gate = gate.clamp(max=self.clamp)
+        up = up.clamp(-self.clamp, self.clamp)
+        return (up + 1) * gate * torch.sigmoid(self.sigmoid_scale * gate)
+
+    def _open(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return the product with a matrix of each row's expert, and its bias."""
+        product = self.product(name, rows, counts)
         bias = getattr(self, f"{name}_bias")
         if bias is None:
-            return rows
+            return product
         # In at least fp32, in which the gradients of an expert's rows are then summed.
         bias = bias.to(torch.promote_types(bias.dtype, torch.float32))
         # With the number of rows it does not wait for the device.
-        return rows + bias.repeat_interleave(counts, 0, output_size=len(rows)).to(rows.dtype)
+        return product + bias.repeat_interleave(counts, 0, output_size=len(rows)).to(product.dtype)
 
     def needs_keys(self) -> bool:
         """Return whether the forward pass takes a noise key for each row; plain weights do not."""
@@ -351,9 +364,10 @@ class Router(nn.Module):
                 indices=indices,
             )
         else:
-            routing = sigmoid_topk(
+            routing = biased_topk(
                 logits,
                 config.top_k,
+                scores=config.scores,
                 bias=self.bias,
                 groups=config.groups,
                 groups_chosen=config.groups_chosen,
@@ -386,11 +400,14 @@ class ExpertMlp(nn.Module):
             experts.count,
             width,
             experts.width,
+            gated=experts.gated,
+            activation=experts.activation,
             bias=experts.bias,
             clamp=experts.clamp,
             sigmoid_scale=experts.sigmoid_scale,
         )
-        self.shared = Mlp(width, experts.shared) if experts.shared else None
+        self.shared = Mlp(width, experts.shared, experts.shared_mlp) if experts.shared else None
+        self.shared_gate = Linear(width, 1, bias=False) if experts.shared_gate else None
         # `parallel.expert_parallel` replaces these by functions with an axis.
         self.dispatch: Dispatch = ep_dispatch
         self.dispatch_keys: DispatchKeys = ep_dispatch_keys
@@ -422,6 +439,8 @@ class ExpertMlp(nn.Module):
         limited = routing
         if config.capacity:
             limited = apply_capacity(routing, expert_capacity(routing.counts, config.capacity))
+        if config.load_limit:
+            limited = scale_by_load(limited, self.router.load, factor=config.load_limit)
         # The tokens themselves: only the router sees the jitter.
         rows, counts, route = self.dispatch(tokens, limited.indices, limited.counts)
         noise: tuple[Tensor, ...] = ()
@@ -431,10 +450,15 @@ class ExpertMlp(nn.Module):
             noise = (self.dispatch_keys(keys, route),)
         y = self.combine(self.experts(rows, counts, *noise), limited.weights, route).view_as(x)
         if self.shared is not None:
-            y = y + self.shared(x)
+            shared = self.shared(x)
+            if self.shared_gate is not None:
+                shared = shared * self.shared_gate(x).sigmoid()
+            y = y + shared
         # The losses use all choices, dropped ones too: else a full expert would look balanced.
         load = self._compute_load(routing, spans)
         balance = balance_loss_sum(routing, load, experts=config.count)
+        if self.number < config.hash_layers:  # no score changes what a hash has chosen
+            balance = torch.zeros_like(balance)
         z = (logits.logsumexp(-1).square() * mask).sum()  # ST-MoE's router z-loss, summed
         dropped = (routing.counts - limited.counts).sum().to(z.dtype)
         sums = torch.stack([balance, z, dropped])

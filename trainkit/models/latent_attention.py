@@ -24,7 +24,9 @@ class LatentAttention(nn.Module):
     and tensor parallelism gathers the outputs of the norms and of `k_rotary`.
     """
 
-    def __init__(self, config: DecoderConfig, *, attend: Attend, window: int | None) -> None:
+    def __init__(
+        self, config: DecoderConfig, *, attend: Attend, window: int | None, scale: float | None
+    ) -> None:
         super().__init__()
         assert config.latents is not None
         latents = config.latents
@@ -32,7 +34,7 @@ class LatentAttention(nn.Module):
         heads = config.heads
         self.latents = latents
         self.attend = attend
-        self.scale = config.score_scale  # None: the kernel's default, 1 / sqrt(head_size)
+        self.scale = scale  # None: the kernel's default, 1 / sqrt(head_size)
         self.window = window
         self.softcap = config.score_softcap
         # Kernels have a maximum head size, which queries, keys and values must respect.

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from trainkit.models.config import DecoderConfig, FeedForward
+from trainkit.models.config import Activation, DecoderConfig, FeedForward
 
 Joined = Mapping[str, Sequence[str]]
 """Methods that apply several linear layers to one input, with the layers' names; see `bare`."""
@@ -36,11 +36,13 @@ class Embedding(nn.Embedding):
         """Leave the values as they are; a `Weights` function fills them."""
 
 
-_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu": nn.functional.silu,
     "gelu": nn.functional.gelu,
     "gelu_tanh": partial(nn.functional.gelu, approximate="tanh"),
+    "relu2": lambda x: nn.functional.relu(x).square(),
 }
+"""The activations of an MLP by their names."""
 
 
 class Mlp(nn.Module):
@@ -52,7 +54,7 @@ class Mlp(nn.Module):
     def __init__(self, width: int, inner: int, config: FeedForward | None = None) -> None:
         super().__init__()
         config = config or FeedForward()
-        self.activation = _ACTIVATIONS[config.activation]
+        self.activation = ACTIVATIONS[config.activation]
         self.gate = Linear(width, inner, bias=config.bias) if config.gated else None
         self.up = Linear(width, inner, bias=config.bias)
         self.down = Linear(inner, width, bias=config.bias)

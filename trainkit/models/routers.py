@@ -1,4 +1,4 @@
-"""Routing of tokens to experts: top-k by softmax or sigmoid scores, jitter, and capacity.
+"""Routing of tokens to experts: top-k by scores, a hash of the token, jitter, and capacity.
 
 Routers are pure functions of scores, always in fp32. The number of tokens per expert is an output,
 not state, so a recomputed forward pass does not count twice.
@@ -6,14 +6,14 @@ not state, so a recomputed forward pass does not count twice.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainkit.models.config import check_expert_groups
 from trainkit.noise import counters
-from trainkit.types import check_range
+from trainkit.types import check_choice, check_range
 
 
 class Routing(NamedTuple):
@@ -68,7 +68,7 @@ def softmax_topk(
     shares = _to_fp32(logits).softmax(-1)
     if indices is None:
         indices = shares.detach().topk(top_k, -1).indices
-    # As in `sigmoid_topk`: a gather cannot read at index E.
+    # As in `biased_topk`: a gather cannot read at index E.
     indices = _mask_padding(indices, is_token, 0)
     weights = shares.gather(-1, indices)
     if renormalize:  # a replayed choice may have a weight of 0
@@ -76,10 +76,11 @@ def softmax_topk(
     return _make_routing(weights, indices, shares, is_token)
 
 
-def sigmoid_topk(
+def biased_topk(
     logits: Tensor,
     top_k: int,
     *,
+    scores: Literal["sigmoid", "sqrtsoftplus"] = "sigmoid",
     bias: Tensor | None = None,
     groups: int = 1,
     groups_chosen: int = 1,
@@ -88,15 +89,18 @@ def sigmoid_topk(
     is_token: Tensor | None = None,
     indices: Tensor | None = None,
 ) -> Routing:
-    """Route each token to the experts with the largest sigmoid of its logits, plus a bias.
+    """Route each token to the experts with the largest scores, plus a bias.
 
-    The bias affects the choice, not the weights: it balances experts without a gradient
-    (`update_expert_bias`). With groups of experts, such as those of one machine, a token chooses
-    from `groups_chosen` groups only, those whose two best experts have the largest sum.
+    A score is a function of one logit, unlike a softmax. The bias affects the choice, not the
+    weights: it balances experts without a gradient (`update_expert_bias`). With groups of experts,
+    such as those of one machine, a token chooses from `groups_chosen` groups only, those whose two
+    best experts have the largest sum.
 
     Args:
         logits: Floating point `[T, E]`.
         top_k: k, experts per token.
+        scores: The function from a logit to a score: "sigmoid", or "sqrtsoftplus", the square root
+            of softplus, which has no upper bound.
         bias: `[E]`, added to the scores for the choice.
         groups: The number of groups of consecutive experts.
         groups_chosen: The number of groups that a token may choose experts from.
@@ -110,34 +114,78 @@ def sigmoid_topk(
             fewer than `top_k` experts, or `scale` is not above 0.
 
     References:
-        DeepSeek-AI, "DeepSeek-V3 technical report" (2024), section 2.1.2.
+        DeepSeek-AI, "DeepSeek-V3 technical report" (2024), section 2.1.2; "DeepSeek-V4" (2026) for
+        sqrtsoftplus.
 
     Examples:
         >>> logits = torch.tensor([[1.0, 0.0, -1.0, 0.5]])
-        >>> sigmoid_topk(logits, 1, bias=torch.tensor([0.0, 0.0, 1.0, 0.0])).indices.tolist()
+        >>> biased_topk(logits, 1, bias=torch.tensor([0.0, 0.0, 1.0, 0.0])).indices.tolist()
         [[2]]
-        >>> sigmoid_topk(logits, 2, groups=2).indices.sort().values.tolist()
+        >>> biased_topk(logits, 2, groups=2).indices.sort().values.tolist()
         [[0, 1]]
+        >>> biased_topk(torch.zeros(1, 2), 1, scores="sqrtsoftplus", renormalize=False).weights
+        tensor([[0.8326]])
     """
-    _check("sigmoid_topk", logits, top_k, is_token, indices)
+    check_choice(("sigmoid", "sqrtsoftplus"), "biased_topk", scores=scores)
+    _check("biased_topk", logits, top_k, is_token, indices)
     if bias is not None and bias.shape != logits.shape[-1:]:
         raise ValueError(
-            f"sigmoid_topk: bias must be [{logits.shape[-1]}], one for each expert, got "
+            f"biased_topk: bias must be [{logits.shape[-1]}], one for each expert, got "
             f"{tuple(bias.shape)}"
         )
-    check_range("sigmoid_topk", above=0, scale=scale)
-    check_expert_groups("sigmoid_topk", logits.shape[-1], top_k, groups, groups_chosen)
-    scores = _to_fp32(logits).sigmoid()
+    check_range("biased_topk", above=0, scale=scale)
+    check_expert_groups("biased_topk", logits.shape[-1], top_k, groups, groups_chosen)
+    x = _to_fp32(logits)
+    if scores == "sigmoid":
+        values = x.sigmoid()
+    else:
+        # Softplus underflows to 0, where the square root has an infinite slope.
+        values = nn.functional.softplus(x).clamp_min(torch.finfo(x.dtype).tiny).sqrt()
     if indices is None:
-        biased = scores.detach() if bias is None else scores.detach() + bias
+        biased = values.detach() if bias is None else values.detach() + bias
         indices = _mask_groups(biased, groups, groups_chosen).topk(top_k, -1).indices
     # Padding points at expert 0 for the gather; `_make_routing` then points it at none.
     indices = _mask_padding(indices, is_token, 0)
-    weights = scores.gather(-1, indices)
+    weights = values.gather(-1, indices)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    shares = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+    shares = values / (values.sum(-1, keepdim=True) + 1e-20)
     return _make_routing(weights * scale, indices, shares, is_token)
+
+
+def hash_experts(token_ids: Tensor, experts: int, top_k: int, *, name: str) -> Tensor:
+    """Return the experts of each token by a hash of its id: a fixed table that nothing trains.
+
+    It is computed where it is needed, so that there is no table to store or to shard. Routers take
+    it as `indices`; the weights of the experts still follow from logits.
+
+    Args:
+        token_ids: Integers `[T]`.
+        experts: E, the number of experts.
+        top_k: k, experts per token.
+        name: The name of the expert layer in the whole model, whose table differs from others'.
+
+    Returns:
+        int64 `[T, k]`, distinct experts for each token.
+
+    Raises:
+        ValueError: `top_k` is not in [1, E].
+
+    References:
+        Roller et al., "Hash layers for large sparse models" (2021); DeepSeek-AI, "DeepSeek-V4"
+        (2026), for the weights.
+
+    Examples:
+        >>> chosen = hash_experts(torch.tensor([5, 9, 5]), 8, 2, name="layers.0.mlp")
+        >>> chosen.shape, torch.equal(chosen[0], chosen[2]), torch.equal(chosen[0], chosen[1])
+        (torch.Size([3, 2]), True, False)
+    """
+    check_range("hash_experts", at_least=1, experts=experts)
+    check_range("hash_experts", at_least=1, at_most=experts, top_k=top_k)
+    # Not the seed of the run: the table is part of the model.
+    keys = counters.make_token_keys(token_ids.long(), seed=0, step=0)
+    bits = counters.make_random_bits(keys, name=f"{name}.hash", features=experts)
+    return bits.topk(top_k, -1).indices
 
 
 def _mask_groups(scores: Tensor, groups: int, groups_chosen: int) -> Tensor:
@@ -264,6 +312,33 @@ def apply_capacity(routing: Routing, capacity: Tensor | int) -> Routing:
         indices=routing.indices.masked_fill(is_dropped, len(routing.counts)),
         counts=routing.counts.clamp(max=capacity),
     )
+
+
+def scale_by_load(routing: Routing, load: Tensor, *, factor: float) -> Routing:
+    """Scale down the weights of experts with more than `factor` times an equal share of the load.
+
+    Such an expert's outputs are multiplied by factor / (E * load), the part of its choices that a
+    capacity with this factor would keep on average. Unlike `apply_capacity` it drops no choice, and
+    the result depends on no layout: the load is that of the last global batch.
+
+    Args:
+        routing: The routing of the tokens.
+        load: Each expert's fraction of the choices, `[E]`, without a gradient.
+        factor: Above 0.
+
+    Raises:
+        ValueError: `factor` is not above 0, or not finite.
+
+    Examples:
+        >>> routing = softmax_topk(torch.tensor([[2.0, 1.0], [1.0, 2.0]]), 1)
+        >>> scale_by_load(routing, torch.tensor([0.8, 0.2]), factor=1.0).weights.flatten().tolist()
+        [0.625, 1.0]
+    """
+    check_range("scale_by_load", above=0, factor=factor)
+    scale = (factor / (len(load) * load)).clamp_max(1.0)
+    # Choices of padding have the index E, and a weight of 0 already.
+    scale = torch.cat([scale, scale.new_zeros(1)]).to(routing.weights.dtype)
+    return routing._replace(weights=routing.weights * scale[routing.indices])
 
 
 # ------------------------------------------------------------------------------------------- noise

@@ -113,7 +113,7 @@ def layers_over_ep(module: nn.Module) -> list[ExpertMlp]:
     """
     layers = [x for x in module.modules() if isinstance(x, ExpertMlp)]
     # All weights of a layer's experts have the mesh of this one.
-    meshes: list[Any] = [getattr(x.experts.gate, "device_mesh", None) for x in layers]
+    meshes: list[Any] = [getattr(x.experts.up, "device_mesh", None) for x in layers]
     return [
         layer
         for layer, mesh in zip(layers, meshes, strict=True)

@@ -244,7 +244,7 @@ def _round_expert_gradients_(
     """Let FSDP2 sum the gradients of a layer's experts by `reduce_scatter_bf16`."""
     if ps.expert_fsdp.count == 1:
         return  # nothing is sent
-    summed_in = reduce_dtype or layer.experts.gate.dtype
+    summed_in = reduce_dtype or layer.experts.up.dtype
     if summed_in != torch.float32:
         raise ConfigError(
             f"fsdp: expert_wire_dtype=torch.bfloat16 rounds what is summed in fp32, and gradients "

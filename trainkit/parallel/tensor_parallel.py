@@ -483,11 +483,15 @@ def _find_innermost(module: nn.Module, error: BaseException) -> tuple[str, str]:
 def _make_token_slicer(axis: Axis) -> Callable[..., Any]:
     """Return a pre-hook that takes this rank's tokens of the per-token inputs of blocks.
 
-    Ids and positions stay complete: the embedding scatters its output itself.
+    Ids and positions stay complete: the embedding scatters its output itself. Experts that are
+    chosen by a hash of the ids get those of this rank's tokens as well.
     """
 
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def hook(module: Decoder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = {name: kwargs.get(name) for name in ("noise_key", "is_token", "choices")}
+        experts = module.config.experts
+        if experts is not None and experts.hash_layers and module.embeds:
+            inputs["token_ids"] = args[0]
         own = {k: contiguous_shard(x, axis.share) for k, x in inputs.items() if x is not None}
         return args, kwargs | own
 

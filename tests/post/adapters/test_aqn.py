@@ -25,7 +25,7 @@ from trainkit.post.adapters import (
     quantize,
     quantized,
 )
-from trainkit.post.adapters.formats import HALF_STEPS
+from trainkit.post.adapters.formats import HALF_STEPS, largest_of
 from trainkit.post.adapters.frozen import can_shard_bytes, dequantize_parameter
 from trainkit.schedules import piecewise
 from trainkit.step import evaluate, make_forward_backward
@@ -41,7 +41,7 @@ NOISE = 2.0  # on matrices; that on norms is a twentieth of it
 
 
 WEIGHT = torch.randn(140, 300, generator=torch.Generator().manual_seed(0))
-ONES = {"nf4": 255, "int8": 1, "fp8": 1.0}
+ONES = {"nf4": 255, "int8": 1, "fp8": 1.0, "int4": 0x11, "nvfp4": 0x22}
 
 
 def layer(form):
@@ -66,7 +66,8 @@ def test_noise_has_the_size_of_half_a_step_and_goes_with_the_block(form):
     assert torch.allclose(y, x @ plain.T, rtol=1e-4, atol=1e-3)
     assert torch.allclose(d_x, 2 * y @ plain, rtol=1e-4, atol=1e-2)
     assert torch.equal(dequantize_parameter(model.up, dtype=torch.float64), clean)
-    codes = quantize(WEIGHT, form)
+    largest = largest_of(WEIGHT, rows=True) if form == "nvfp4" else None
+    codes = quantize(WEIGHT, form, largest=largest)
     scales = dequantize(attrs.evolve(codes, codes=torch.full_like(codes.codes, ONES[form])))
     unit = noise / scales
     assert float(unit.std()) == pytest.approx(1, abs=0.02)

@@ -17,12 +17,19 @@ from trainkit.models import Decoder, make_decoder_config
 from trainkit.models.experts import ExpertWeights
 from trainkit.parallel import build_stages, expert_parallel, fsdp, mixed_precision, tensor_parallel
 from trainkit.post.adapters import dequantize, quantize, quantized
+from trainkit.post.adapters.formats import largest_of
 from trainkit.post.adapters.frozen import can_shard_bytes, dequantize_parameter
 from trainkit.tools.testing import run_ranks
 from trainkit.types import ConfigError, Layout, NumericsError, TrainState
 from trainkit.weights.checkpoint import state_hash
 
-FORMATS = ["nf4", "int8", "fp8"]
+FORMATS = ["nf4", "int8", "fp8", "int4", "nvfp4"]
+
+
+def stored(x, form):
+    """Return what a matrix stands for where its rows are stored: nvfp4 has a level for each."""
+    largest = largest_of(x, rows=True) if form == "nvfp4" else None
+    return dequantize(quantize(x, form, largest=largest))
 
 
 def filled(module, seed=0):
@@ -47,7 +54,7 @@ def test_a_linear_layer_computes_with_what_its_codes_stand_for(form, dtype, bias
     plain, layer = (filled(nn.Linear(150, 70, bias=bias)) for _ in range(2))
     quantized(form, modules="0")(nn.Sequential(layer), solo_parallel())
     with torch.no_grad():
-        plain.weight.copy_(dequantize(quantize(plain.weight, form)))
+        plain.weight.copy_(stored(plain.weight, form))
     assert torch.equal(dequantize_parameter(layer), plain.weight)
     assert isinstance(layer, nn.Linear)
     assert not layer.weight.requires_grad
@@ -74,7 +81,7 @@ def test_experts_compute_with_what_their_codes_stand_for(form, grouped):
     quantized(form, modules="0")(nn.Sequential(experts), solo_parallel())
     with torch.no_grad():
         for name, p in plain.named_parameters():
-            p.copy_(dequantize(quantize(p, form)))
+            p.copy_(stored(p, form))
             assert torch.equal(dequantize_parameter(experts, name), p)
     rows = torch.randn(7, width, generator=torch.Generator().manual_seed(1))
     counts = torch.tensor([2, 0, 5])
@@ -179,8 +186,8 @@ def test_a_pattern_that_matches_no_matrix_is_refused():
         message = f"'{pattern}' matches the name of no linear layer or experts; .*: head$"
         with pytest.raises(ConfigError, match=message):
             quantized(modules=pattern)(model, solo_parallel())
-    with pytest.raises(ValueError, match="got 'int4'"):
-        quantized("int4")
+    with pytest.raises(ValueError, match="got 'fp8_row'"):
+        quantized("fp8_row")
 
 
 def test_a_value_that_is_not_finite_is_refused_with_its_matrix():

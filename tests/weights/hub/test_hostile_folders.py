@@ -130,7 +130,7 @@ def test_every_problem_of_a_config_is_told_at_once(folder):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"model_type": "gemma9"}, "unknown model_type 'gemma9'.* llama, mistral"),
+        ({"model_type": "gemma9"}, "unknown model_type 'gemma9'; .* is gemma2 .* llama, mistral"),
         ({"model_type": ["llama"]}, "unknown model_type"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True, no number"),
         ({"num_hidden_layers": 2.0}, "num_hidden_layers is 2.0, no number"),
@@ -161,8 +161,28 @@ def test_every_problem_of_a_config_is_told_at_once(folder):
             "code of",
         ),
         ({"auto_map": ["LlamaModel"]}, "auto_map asks for code"),
-        ({"layer_types": ["chunked_attention"]}, "layer_types is .*llama has no windows"),
-        ({"layer_types": ["sliding_attention"] * 2}, "layer_types is .*llama has no windows"),
+        ({"layer_types": ["chunked_attention"]}, "'chunked_attention' in layer 0, not full_att"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "'sliding_attention' in layer 1, not full_attention of llama, which mistral and qwen2",
+        ),
+        ({"layer_types": "full"}, "layer_types has 'full' in layer 0, not full_attention of llama"),
+        ({"attn_logit_softcapping": 2.0}, "is 2.0, an unknown key of llama, which gemma2 and"),
+        ({"mlp_biases": True}, "mlp_biases is True, an unknown key of llama, whose .* mlp_bias"),
+        ({"no_such_thing": [7]}, r"no_such_thing is \[7\], an unknown key of llama: trainkit"),
+        (
+            OLD | {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+            "rope_type is 'longrope', not default or .* of llama, which phi3 has",
+        ),
+        (
+            OLD | {"rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 3}},
+            "rope: alpha is 3, an unknown key of linear",
+        ),
+        (
+            {"model_type": "granitemoehybrid", "mamba_n_heads": 48, "logits_scaling": 8.0}
+            | {"residual_multiplier": 0.2, "embedding_multiplier": 12.0},
+            r"nearest known family is granite \(Granite 3\), which has no mamba_n_heads = 48; the",
+        ),
         ({"sliding_window": 32}, "sliding_window is 32, below max_position_embeddings 64"),
         ({"sliding_window": "32"}, "sliding_window is '32', no number"),
     ],
@@ -208,7 +228,11 @@ MANY = [SLIDING, *[FULL] * 998, SLIDING]
         ("qwen3", {"layer_types": [FULL, SLIDING]}, "no sliding_window is in use"),
         ("gemma2", {}, [0]),
         ("gemma2", {"layer_types": [FULL, SLIDING]}, [1]),
-        ("gemma2", {"layer_types": [FULL, "chunked_attention"]}, "layer_types follow no pattern"),
+        (
+            "gemma2",
+            {"layer_types": [FULL, "chunked_attention"]},
+            "'chunked_attention' in layer 1, not full",
+        ),
         ("gemma2", {"layer_types": [SLIDING]}, "layer_types follow no pattern"),
         ("gemma3_text", {}, [0, 1]),
         ("gemma3_text", {"sliding_window_pattern": 1}, []),

@@ -89,6 +89,8 @@ LAYOUTS = {
     "pp, norms around": (Layout(pp=2), "gemma2"),
     "pp, tied": (Layout(pp=2), "llama tied, scaled"),
     "tp of latents": (Layout(tp=2), "deepseek_v3"),
+    "tp of delta layers": (Layout(tp=2), "qwen3_next"),
+    "fsdp of delta layers": (Layout(dp_shard=3), "qwen3_5"),
     "ep": (Layout(dp_shard=2, ep=2), "mixtral"),
     "ep of latents": (Layout(dp_shard=2, ep=2), "deepseek_v3"),
     "ep of experts in one tensor, in turns": (Layout(dp_shard=2, ep=2), "gpt_oss"),

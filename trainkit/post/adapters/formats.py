@@ -20,12 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.types import NumericsError, check_choice
+from trainkit.weights.hub.quantized import E2M1
 
 QuantizationFormat = Literal["nf4", "int8", "fp8", "int4", "nvfp4", "fp8_row"]
 """The names of the formats."""
 
-STORABLE: tuple[QuantizationFormat, ...] = ("nf4", "int8", "fp8")
-"""The formats that a model can store: the bytes of a row do not depend on other rows."""
+STORABLE: tuple[QuantizationFormat, ...] = ("nf4", "int8", "fp8", "int4", "nvfp4")
+"""The formats that a model can store: the bytes of a row do not depend on other rows, or in fp8 on
+other blocks of rows. So nvfp4 then has a level for each row."""
 
 # The number of consecutive elements of a row that share a scale; in fp8 of 128 rows at a time.
 NF4_BLOCK = 64
@@ -49,21 +51,26 @@ NF4_VALUES = (
 )
 """The values of the sixteen codes of NF4, as fractions of their block's largest magnitude."""
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # In the order of the codes: nvfp4 has a sign bit, int4 is a two's complement.
 _VALUES: Mapping[QuantizationFormat, tuple[float, ...]] = MappingProxyType(
     {
         "nf4": NF4_VALUES,
-        "nvfp4": (*_E2M1, *(-x for x in _E2M1)),
+        "nvfp4": (*E2M1, *(-x for x in E2M1)),
         "int4": (*map(float, range(8)), *map(float, range(-8, 0))),
     }
 )
 
 HALF_STEPS: Mapping[QuantizationFormat, float] = MappingProxyType(
-    {"nf4": min(b - a for a, b in pairwise(NF4_VALUES)) / 2, "int8": 0.5, "fp8": 0.125}
+    {
+        "nf4": min(b - a for a, b in pairwise(NF4_VALUES)) / 2,
+        "int8": 0.5,
+        "fp8": 0.125,
+        "int4": 0.5,
+        "nvfp4": 0.5,
+    }
 )
 """About half the distance between codes, in scales: the rounding error. For nf4 where codes are
-closest, for fp8 at values of 2 to 4 scales."""
+closest, for fp8 and nvfp4 at values of 2 to 4 scales."""
 
 # Both values of each byte: a lookup per byte is faster than unpacking its halves first.
 _PAIRS = {
@@ -86,7 +93,7 @@ class QuantizedMatrix:
             `[..., R, 1]` for fp8_row.
         levels: For nf4 the least scale and the step between scales in each of the G = ceil(N / 256)
             groups of blocks in a row, fp32 `[..., R, G, 2]`; for nvfp4 the factor of all scales,
-            fp32 `[..., 1, 1]`.
+            fp32 `[..., 1, 1]`, or of those of a row, `[..., R, 1]`.
         shape: The shape of the matrix.
         dtype: The dtype of the matrix, to which `dequantize` converts by default.
     """
@@ -132,7 +139,8 @@ def quantize(
         weight: `[..., R, C]`, converted to fp32.
         form: The format.
         largest: For a shard in nvfp4 the largest magnitude of the full matrix, `[..., 1, 1]`
-            (larger values are clamped); in fp8_row that of the elements that share a scale,
+            (larger values are clamped), or those of rows, `[..., R, 1]`, for a factor of the scales
+            of each row; in fp8_row that of the elements that share a scale,
             `[..., R, 1]` or `[..., 1, 1]`. By default those of `weight`.
 
     Raises:
@@ -342,7 +350,7 @@ def _quantize_nvfp4(x: Tensor, largest: Tensor | None = None) -> _Parts:
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     # torch rounds halves to even, and so to the even code, as the hardware does.
     size = (size / step).round() * step
-    indices = torch.bucketize(size, torch.tensor(_E2M1, device=x.device), out_int32=True)
+    indices = torch.bucketize(size, torch.tensor(E2M1, device=x.device), out_int32=True)
     indices |= scaled.signbit().int() << 3  # the upper of four bits
     return _pack_pairs(indices, x), scales, level
 
@@ -445,4 +453,6 @@ def scale_bytes(form: QuantizationFormat, columns: int) -> int:
     count = max(1, ceil(columns / block_of(form)))
     if form == "nf4":  # a byte per scale, and two levels in fp32 per group
         return count + 8 * ceil(count / NF4_GROUP)
+    if form == "nvfp4":  # a byte per scale, and the row's level in fp32
+        return count + 4
     return 4 * count

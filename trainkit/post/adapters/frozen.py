@@ -35,6 +35,7 @@ from trainkit.post.adapters.formats import (
     QuantizedMatrix,
     block_of,
     codes_per_byte,
+    largest_of,
     quantize,
     scale_bytes,
     scales_of,
@@ -44,9 +45,6 @@ from trainkit.types import Axis, ConfigError, NumericsError, ParallelState, Weig
 
 SCALES = "_scales"
 """The suffix of a parameter with scales, after the name of its codes."""
-
-EXPERT_WEIGHTS = ("gate", "up", "down")
-"""The names of the weights of `ExpertWeights`."""
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
 """A product x W^T, as `nn.functional.linear`."""
@@ -98,9 +96,10 @@ def quantized(form: QuantizationFormat = "nf4", *, modules: str = "layers.*.*.*"
     A matrix is dequantized to the dtype of its input in forward, and once more in backward.
 
     Args:
-        form: "nf4", "int8" or "fp8"; see `quantize`.
+        form: "nf4", "int8", "fp8", "int4" or "nvfp4", the last with a level for each row in place
+            of one for the matrix; see `quantize`.
         modules: A pattern of names in the whole model (`parallel.name_patterns`), of linear layers
-            ("layers.0.attention.wq") and of experts, all three weights of them
+            ("layers.0.attention.wq") and of experts, all weights of them
             ("layers.0.mlp.experts").
 
     Returns:
@@ -272,7 +271,7 @@ def _quantize_module_(name: str, module: Any, form: QuantizationFormat) -> None:
     quantizations = dict[str, QuantizationSpec]()
     fills = dict[str, Fill]()
     fill = _FillRows(quantizations)  # one for codes and scales, so that it computes them together
-    for key in ("weight",) if is_linear else EXPERT_WEIGHTS:
+    for key in ("weight",) if is_linear else module.weight_names:
         weight = getattr(module, key)
         if hasattr(weight, "placements"):
             raise ConfigError(
@@ -412,9 +411,12 @@ class _TimesFrozen(torch.autograd.Function):
 def _pack_rows(quantized: QuantizedMatrix, rows: slice) -> tuple[Tensor, Tensor]:
     """Return the bytes of the codes and of the scales of some rows."""
     codes = quantized.codes[..., rows, :].view(torch.uint8)
-    if quantized.levels is not None:  # nf4: the levels of a row stand before its scales
-        levels = quantized.levels.flatten(-2).contiguous().view(torch.uint8)
-        return codes, torch.cat([levels, quantized.scales], -1)[..., rows, :]
+    if quantized.levels is not None:  # nf4 and nvfp4: a row's levels stand before its scales
+        levels = quantized.levels
+        if quantized.form == "nf4":
+            levels = levels.flatten(-2)
+        both = levels.contiguous().view(torch.uint8), quantized.scales.view(torch.uint8)
+        return codes, torch.cat(both, -1)[..., rows, :]
     scales = quantized.scales
     if quantized.form == "fp8":  # each row has a copy of its block's scales, to shard rows alone
         scales = scales.repeat_interleave(FP8_BLOCK, -2)[..., : quantized.shape[-2], :]
@@ -446,9 +448,13 @@ def dequantize_rows(
         level_bytes = scales[..., : 8 * groups].clone(memory_format=torch.contiguous_format)
         levels = level_bytes.view(torch.float32).unflatten(-1, (-1, 2))
         fp32_scales = scales_of(scales[..., 8 * groups :], levels)
+    elif form == "nvfp4":
+        level = scales[..., :4].clone(memory_format=torch.contiguous_format).view(torch.float32)
+        fp32_scales = scales[..., 4:].view(torch.float8_e4m3fn).float() * level
     else:
         fp32_scales = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
-        codes = codes.view(torch.int8 if form == "int8" else torch.float8_e4m3fn)
+        if form != "int4":  # whose codes are pairs, as those of nf4 and nvfp4
+            codes = codes.view(torch.int8 if form == "int8" else torch.float8_e4m3fn)
     code_noise = None
     if noise is not None:
         shape = (*codes.shape[:-1], columns)
@@ -510,7 +516,9 @@ def _read_rows(
             box_shape = (*[1] * len(matrix), high - low, columns)
             values = weights(name, box_shape, (*matrix, low, 0))
             try:
-                quantized = quantize(values, spec.form)
+                # A level of the whole matrix would make rows depend on each other.
+                largest = largest_of(values.float(), rows=True) if spec.form == "nvfp4" else None
+                quantized = quantize(values, spec.form, largest=largest)
             except NumericsError as error:
                 raise NumericsError(f"{name}: {error.what}", where=name) from error
             # Of a block that other ranks have a part of, only this rank's rows are stored.

@@ -23,7 +23,7 @@ from trainkit.noise import counters
 from trainkit.parallel.materialize import Fill
 from trainkit.parallel.recompute import unseen
 from trainkit.parallel.styles import SEQUENCE_DIM, ParallelStyle
-from trainkit.post.adapters.frozen import EXPERT_WEIGHTS, dequantize_parameter, get_quantization
+from trainkit.post.adapters.frozen import dequantize_parameter, get_quantization
 from trainkit.types import SOLO, Axis, ConfigError
 
 CHILD = "lora"
@@ -300,7 +300,7 @@ class AdaptedExperts(ExpertWeights):
 
     def needs_keys(self) -> bool:
         """Return whether the forward pass takes a noise key for each row."""
-        adapters = [self._active_adapter(name) for name in EXPERT_WEIGHTS]
+        adapters = [self._active_adapter(name) for name in self.weight_names]
         return any(adapter is not None and adapter.drops() for adapter in adapters)
 
     def forward(self, rows: Tensor, counts: Tensor, keys: Tensor | None = None) -> Tensor:
@@ -455,6 +455,6 @@ def expert_sizes(module: nn.Module) -> Mapping[str, tuple[int, int, int]]:
         return {}
     shapes = {
         name: (get_quantization(module, name) or getattr(module, name)).shape
-        for name in EXPERT_WEIGHTS
+        for name in module.weight_names
     }
     return {name: (shape[0], shape[1], shape[2]) for name, shape in shapes.items()}

@@ -20,7 +20,6 @@ from torch import Tensor
 from trainkit.models.config import DecoderConfig
 from trainkit.parallel.materialize import Fill, attach_shapes, narrow_to_box, shapes_of
 from trainkit.parallel.name_patterns import join_names
-from trainkit.post.adapters.frozen import EXPERT_WEIGHTS
 from trainkit.post.adapters.lowrank import Lora, split_name
 from trainkit.types import CheckpointError, ConfigError, Weights
 from trainkit.weights.checkpoint.boxes import shorten
@@ -136,12 +135,14 @@ class _RowMap:
 def _map_modules(family: Family, config: DecoderConfig) -> dict[str, list[_RowMap]]:
     """Return the rows of ours that are the outputs of each module of PEFT, by its name."""
     modules: dict[str, list[_RowMap]] = {}
-    experts = {f"layers.{i}.mlp.experts.{x}" for i in config.expert_layers for x in EXPERT_WEIGHTS}
+    names = ("gate", "up", "down")
+    experts = {f"layers.{i}.mlp.experts.{x}" for i in config.expert_layers for x in names}
     links = make_family_links(family, config)
     for link in links:
-        # Norms and biases have no adapters. Experts follow below, packed.
+        # Norms, biases and convolutions have no adapters. Experts follow below, packed.
+        is_matrix = len(link.shape) == len(link.theirs.offset) == 2
         is_bias = link.ours.name.endswith("bias")
-        if len(link.shape) != 2 or is_bias or link.ours.name in experts:
+        if not is_matrix or is_bias or link.ours.name in experts:
             continue
         # The dimension of the link that is our rows; the folder's matrix may be transposed.
         row_dim = link.ours.dims.index(0)

@@ -53,10 +53,11 @@ def estimate_block(job: Job, layout: Layout, *, fused_norms: bool, experts: bool
     the others, one block at a time. Tensor parallelism divides all but two D, the gathered inputs
     of attention and MLP. Ulysses saves attention's output twice, before and after its all-to-all.
 
-    Latent attention replaces D + 2 Q + 2 K, for R and C columns of latents of queries, and of keys
-    and values, by D + 2 R + 2 C and attention's inputs and output. Kernels pad narrower value
-    heads, so that the latter are 4 Q for equal numbers of heads, and O for the O columns of the
-    output without the padding. Tensor parallelism gathers normed latents and divides D.
+    A gate of attention's output adds 2 Q. Latent attention replaces D + 2 Q + 2 K, for R and C
+    columns of latents of queries, and of keys and values, by D + 2 R + 2 C and attention's inputs
+    and output. Kernels pad narrower value heads, so that the latter are 4 Q for equal numbers of
+    heads, and O for the O columns of the output without the padding. Tensor parallelism gathers
+    normed latents and divides D.
 
     The peak of backward is at the product in the MLP: two gradients of F and the incoming one of D,
     with all saved activations; or, where heads are wider than the MLP, at attention, after those of
@@ -70,11 +71,11 @@ def estimate_block(job: Job, layout: Layout, *, fused_norms: bool, experts: bool
     the normed input, rows sorted by expert and their outputs, and for each row the activations of
     an MLP (7 F with a clamp in place of 4 F); and 2 E + 8 k + 4 numbers of 4 bytes: logits and
     scores, choices, their weights, two permutations (over ep also 4 k, two permutations of received
-    rows). In bf16 the router has a separate input in fp32. Recomputation always saves the choices,
-    2 k of these. Rows are assumed to be balanced over ep. The peak of backward adds the incoming D
-    and the gradients of E, and k D or the gradients of the product as in an MLP, if these are
-    larger, and the output of a repeated forward pass. Tensor parallelism divides all of this, by
-    tokens.
+    rows). In bf16 the router has a separate input in fp32; with a gate of the shared expert there
+    is one more D. Recomputation always saves the choices, 2 k of these. Rows are assumed to be
+    balanced over ep. The peak of backward adds the incoming D and the gradients of E, and k D or
+    the gradients of the product as in an MLP, if these are larger, and the output of a repeated
+    forward pass. Tensor parallelism divides all of this, by tokens.
 
     The counting follows Korthikanti et al., "Reducing activation recomputation in large transformer
     models" (2022), section 4, for their block of LayerNorm, GELU and dropout.
@@ -208,14 +209,16 @@ def _estimate_attention(job: Job, layout: Layout, fused_norms: bool) -> _Half:
     saved = d + 2 * q + 2 * k + (q if _is_output_copied(job, layout, fused_norms) else 0)
     if config.qk_norm:
         saved += _count_norm_copies(job, fused_norms) * (q + kv)
+    # A gate's sigmoid and the product with it; before the sigmoid it is not needed again.
+    gate = q * config.attention_gate
     return _Half(
-        saved=saved,
+        saved=saved + 2 * gate,
         results=[
-            *_make_products(item, (d, q), (d, kv), (d, kv)),
+            *_make_products(item, (d, q), (d, kv), (d, kv), *[(d, q)] * config.attention_gate),
             *_make_attention_results(job, layout, q),
             *_make_products(item, (q, d)),
         ],
-        gradients=d / tp + 2 * q + 2 * k,
+        gradients=d / tp + 2 * q + 2 * k + gate,
         numbers=heads + bool(config.qk_norm) * (heads + kv_heads),
     )
 
@@ -281,6 +284,7 @@ def _estimate_experts(job: Job, layout: Layout) -> _Half:
     k = experts.top_k
     f = experts.width
     shared = experts.shared
+    products = 1 + experts.gated
     item = job.itemsize / tp
     again = job.recompute != "none"
     low = job.itemsize != FP32
@@ -290,15 +294,20 @@ def _estimate_experts(job: Job, layout: Layout) -> _Half:
     scores = experts.count * FP32 / job.itemsize
     is_sharded = layout.ep > 1
     # A clamp saves gate and up before and after it, the sigmoid, and the products of two and three.
-    inner = 4 * f if experts.clamp is None else 7 * f
+    inner = 2 * products * f if experts.clamp is None else 7 * f
     sent = [Result("exchanges", WHOLE, 0, k * d * item)] * is_sharded
-    own = _make_products(item, (d, k * f), (d, k * f), (f, k * d))
-    of_shared = _make_products(item, (d, shared), (d, shared), (shared, d)) if shared else []
+    own = _make_products(item, *[(d, k * f)] * products, (f, k * d))
+    sizes = *[(d, shared)] * products, (shared, d)
+    of_shared = _make_products(item, *sizes) if shared else []
+    if experts.shared_gate:
+        of_shared += _make_products(item, (d, 1))
+    # The gate multiplies the shared expert's output, which a sum alone would not need again.
+    gated = (d + 1) * experts.shared_gate
     return _Half(
-        saved=(inputs + k * (2 * d + inner) + 4 * shared) / tp,
+        saved=(inputs + k * (2 * d + inner) + 2 * products * shared + gated) / tp,
         # In order: router, dispatch, experts, combine, shared expert.
         results=[*_make_products(item, (d, scores)), *sent, *own, *sent, *of_shared],
-        gradients=(d + d * again + scores + k * max(summed, 2 * f - d)) / tp,
+        gradients=(d + d * again + scores + k * max(summed, products * f - d)) / tp,
         numbers=(2 * experts.count + (8 + 4 * is_sharded) * k + 4 + d * low) / tp,
         choices=2 * k / tp,
     )

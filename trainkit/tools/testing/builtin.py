@@ -92,6 +92,7 @@ EXPERTS = models.Experts(
     top_k=2,
     width=16,
     shared=16,
+    shared_gate=True,
     first=1,
     scores="sigmoid",
     biased=True,
@@ -101,14 +102,27 @@ EXPERTS = models.Experts(
 )
 
 
-def with_experts(config: models.DecoderConfig) -> nn.Module:
+# What those lack: other scores, a layer that hashes token ids, experts without a gate, and outputs
+# that are scaled down by load.
+HASHED_EXPERTS = attrs.evolve(
+    EXPERTS,
+    first=0,
+    hash_layers=1,
+    scores="sqrtsoftplus",
+    gated=False,
+    activation="relu2",
+    load_limit=0.9,
+)
+
+
+def with_experts(config: models.DecoderConfig, *, experts: models.Experts = EXPERTS) -> nn.Module:
     """Return a decoder with experts whose routers have loads and biases, as after a few steps.
 
     Examples:
         >>> with_experts(CONFIG).layers["1"].mlp.router.bias[0].item()
         0.10000000149011612
     """
-    model: Any = decoder_of(attrs.evolve(config, experts=EXPERTS))
+    model: Any = decoder_of(attrs.evolve(config, experts=experts))
     # Zero biases would hide a router that forgets them, or shards them wrongly.
     for i in model.config.expert_layers:
         router = model.layers[str(i)].mlp.router
@@ -117,7 +131,7 @@ def with_experts(config: models.DecoderConfig) -> nn.Module:
     return model
 
 
-_ATTENTION = "layers.*.attention.{w[qkvo],wkv}"
+_ATTENTION = "layers.*.attention.{w[qkvgo],wkv}"
 _MLP = "layers.*.mlp.{gate,up,down}"
 _EXPERT_MATRICES = "layers.*.mlp.experts.{gate,up,down}"
 
@@ -284,9 +298,14 @@ OLMO_LIKE = attrs.evolve(
     SHALLOW,
     norms=models.Norms(place="after"),
     qk_norm="wide",
+    attention_gate=True,
     # Half of a head's 4 dimensions are rotated (partial rotary embeddings).
     rotary_dim=2,
     sliding=models.Sliding(window=20),
+    # The multipliers of Granite, and a layer without positions, as in SmolLM3.
+    no_rope_every=2,
+    residual_scale=0.4,
+    logit_divisor=1.5,
 )
 # Sinks, windows by turns, and experts whose router and matrices have biases.
 GPT_OSS_LIKE = attrs.evolve(
@@ -336,7 +355,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         with_adapters, attrs.evolve(SHALLOW, experts=EXPERTS)
     ),
     "decoder with experts, by several optimizers": partial(with_experts, SHALLOW),
-    "decoder with experts and latents": partial(with_experts, LATENT),
+    "decoder with experts and latents": partial(with_experts, LATENT, experts=HASHED_EXPERTS),
     "decoder with experts and sinks": partial(decoder_of, GPT_OSS_LIKE),
     "decoder with latents, none of queries": partial(decoder_of, NO_QUERY_RANK),
     "decoder with delta layers": partial(decoder_of, WITH_DELTA),
@@ -687,7 +706,10 @@ _CASES: dict[str, list[LayoutCase]] = {
         LayoutCase(Layout(dp_shard=2, tp=2), recompute="full"),
         LayoutCase(Layout(pp=2)),
     ],
-    "decoder like OLMo 2's": [LayoutCase(Layout(ring=2, tp=2))],
+    "decoder like OLMo 2's": [
+        LayoutCase(Layout(ring=2, tp=2)),
+        LayoutCase(Layout(pp=2, dp_shard=2), recompute="selective"),
+    ],
     "decoder like GPT-2's": [
         LayoutCase(Layout(dp_shard=2, tp=2), recompute="selective"),
         LayoutCase(Layout(pp=2, tp=2)),

@@ -6,6 +6,7 @@ an error. `ropes` reads the entries about rotary positions.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,10 +21,9 @@ from trainkit.models.config import (
 )
 from trainkit.types import ConfigError
 from trainkit.weights.checkpoint.boxes import shorten
-from trainkit.weights.hub.families import FAMILIES, Family, Key
+from trainkit.weights.hub.families import DELTA, FAMILIES, KINDS, Family, Key, list_who
 from trainkit.weights.hub.quantized import find_quantization_problem
 from trainkit.weights.hub.ropes import (
-    KINDS,
     equal_json,
     read_local_rope,
     read_rope,
@@ -99,6 +99,12 @@ _IGNORED = frozenset(
         "neftune_noise_alpha",
     }
 )
+TEXT = "text_config"
+"""The key of the decoder in the `config.json` of a multimodal model."""
+
+# Keys of a multimodal model that count before those of its text tower: the head and the files are
+# the whole model's.
+_WHOLE = ("tie_word_embeddings", "quantization_config", "auto_map", "trust_remote_code")
 # Null means that the option is off, or that the value follows from others.
 _NULLABLE = frozenset(
     {"head_dim", "kv_heads", "latents.query_rank", "score_softcap", "logit_softcap"}
@@ -113,6 +119,9 @@ _FLOATS = frozenset(
         "query_scalar",
         "score_softcap",
         "logit_softcap",
+        "embedding_scale",
+        "residual_scale",
+        "logit_divisor",
     }
 )
 # A config.json is not trusted: links are made for every layer and every expert before any tensor
@@ -150,11 +159,11 @@ def read_decoder_config(
         >>> read_decoder_config({"model_type": "mamba"})
         Traceback (most recent call last):
         ...
-        trainkit.types.ConfigError: config.json: unknown model_type 'mamba'; the known ones are ...
+        trainkit.types.ConfigError: config.json: unknown model_type 'mamba'; the nearest known ...
     """
-    family = get_family(values.get("model_type"), where=where, families=families)
-    values = dict(values)
+    family = get_family(values.get("model_type"), where=where, families=families, values=values)
     problems: list[str] = []
+    values = get_text_values(values, family, problems)
     # `transformers` reads a key under several names (`attribute_map`), and files have either.
     for alias, key in family.aliases.items():
         if alias in values:
@@ -171,9 +180,14 @@ def read_decoder_config(
             problems += new_problems
     # Learned positions (GPT-2) come without rotary entries and without windows.
     if family.ropes:
-        local_theta = read_local_rope(complete, problems) if family.local_rope else None
+        key = family.local_rope
+        local_theta = None if key is None else read_local_rope(complete, problems, key=key)
         fields |= read_rope(complete, family, problems)
-        fields |= _read_sliding(complete, family, local_theta, problems)
+        if problem := _find_layer_type_problem(complete.get("layer_types"), family):
+            problems.append(problem)
+        else:
+            read_layers = _read_delta_layers if family.has_delta else _read_sliding
+            fields |= read_layers(complete, family, local_theta, problems)
     if not problems:
         fixed = {k: x(complete) if callable(x) else x for k, x in family.fixed.items()}
         # `DecoderConfig` checks keys against each other: key heads divide the heads, for instance.
@@ -188,6 +202,41 @@ def read_decoder_config(
         got=problems,
         hint=f"trainkit's decoder computes {family.model_type} without these options",
     )
+
+
+def get_text_values(
+    values: Mapping[str, Any], family: Family, problems: list[str]
+) -> dict[str, Any]:
+    """Return the keys about the decoder: all, or those of the text tower of a multimodal model.
+
+    Args:
+        values: The content of a `config.json`.
+        family: Its family.
+        problems: A list that problems with the other keys are appended to.
+
+    Examples:
+        >>> get_text_values({"model_type": "qwen3"}, get_family("qwen3"), [])
+        {'model_type': 'qwen3'}
+    """
+    tower = family.tower
+    if tower is None:
+        return dict(values)
+    text = values.get(TEXT)
+    if not isinstance(text, dict):
+        problems.append(f"{TEXT} is no table")
+        return {}
+    if text.get("model_type", tower.model_type) != tower.model_type:
+        found = short_repr(text["model_type"])
+        problems.append(f"{TEXT}: model_type is {found}, not {tower.model_type!r}")
+    known_keys = {*tower.keys, *_IGNORED, *_WHOLE, TEXT}
+    off = [key for key, value in values.items() if value is None or value is False]
+    unknown = values.keys() - known_keys - {*off}
+    problems += [f"{key[:100]} is an unknown key" for key in sorted(unknown)]
+    text = dict(text)
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(text.get(key), dict):
+            text[key] = {k: x for k, x in text[key].items() if k not in tower.rope_keys}
+    return text | {key: values[key] for key in _WHOLE if values.get(key) is not None}
 
 
 def set_context(config: DecoderConfig, context: int) -> DecoderConfig:
@@ -207,12 +256,22 @@ def set_context(config: DecoderConfig, context: int) -> DecoderConfig:
 
 
 def get_family(
-    model_type: Any, *, where: str = "config.json", families: Sequence[Family] = FAMILIES
+    model_type: Any,
+    *,
+    where: str = "config.json",
+    families: Sequence[Family] = FAMILIES,
+    values: Mapping[str, Any] | None = None,
 ) -> Family:
     """Return the family of a `model_type`.
 
+    Args:
+        model_type: Its name.
+        where: The name of the file in messages.
+        families: The families to consider.
+        values: The content of the file, by which the message finds the nearest known family.
+
     Raises:
-        ConfigError: There is none; the message lists the known ones.
+        ConfigError: There is none; the message has the nearest one and lists the known ones.
 
     Examples:
         >>> get_family("qwen3").architecture
@@ -220,14 +279,38 @@ def get_family(
     """
     by_type = {family.model_type: family for family in families}
     if not isinstance(model_type, str) or model_type not in by_type:
+        nearest = _describe_nearest(str(model_type), values or {}, families)
         raise ConfigError(
-            f"{where}: unknown model_type {short_repr(model_type)}; the known ones are "
+            f"{where}: unknown model_type {short_repr(model_type)}; {nearest}; the known ones are "
             f"{', '.join(by_type)}",
             where=where,
             got=short_repr(model_type),
             hint='how to add one: the page "Add a model family" of the documentation',
         )
     return by_type[model_type]
+
+
+def _describe_nearest(
+    model_type: str, values: Mapping[str, Any], families: Sequence[Family]
+) -> str:
+    """Return a clause that names the nearest family, and what of the file it does not have."""
+    present = values.keys() - _IGNORED
+
+    def similarity(family: Family) -> float:
+        # Alike names, squared because any two share some letters, and shared keys among those of
+        # both: each from 0 to 1.
+        known = family.known_keys - _IGNORED
+        shared = len(present & known) / max(len(present | known), 1)
+        alike = difflib.SequenceMatcher(None, model_type, family.model_type).ratio()
+        return alike**2 + shared
+
+    nearest = max(families, key=similarity)
+    models = f" ({nearest.models})" if nearest.models else ""
+    off = {key for key, x in values.items() if x is None or x is False}
+    unknown = sorted(present - nearest.known_keys - off)
+    unknown = [f"{key[:100]} = {short_repr(values[key])[:40]}" for key in unknown]
+    lacks = f", which has no {shorten(unknown, 5)}" if unknown else ""
+    return f"the nearest known family is {nearest.model_type}{models}{lacks}"
 
 
 def _find_key_problems(
@@ -251,11 +334,18 @@ def _find_key_problems(
         if values.get(key) is not None and not any(equal_json(values[key], x) for x in allowed)
     ]
     problems += [f"{key} is missing" for key in family.keys if key not in complete]
-    known_keys = {*family.keys, *family.only, *family.defaults, *family.ignored_keys, *_IGNORED}
+    known_keys = family.known_keys | _IGNORED
     known_keys |= {"auto_map", "trust_remote_code", "quantization_config"}
     off = [key for key, value in values.items() if value is None or value is False]
     unknown = values.keys() - known_keys - {*off}
-    problems += [f"{key[:100]} is an unknown key" for key in sorted(unknown)]
+    for key in sorted(unknown):
+        who = list_who(lambda other, key=key: key in other.known_keys)
+        alike = difflib.get_close_matches(key, known_keys, n=1, cutoff=0.85)
+        alike = f", whose nearest is {alike[0]}" if alike and not who else ""
+        problems.append(
+            f"{key[:100]} is {short_repr(values[key])}, an unknown key of "
+            f"{family.model_type}{who or alike}"
+        )
     return problems
 
 
@@ -364,14 +454,23 @@ def _read_sliding(
     }
 
 
+def _find_layer_type_problem(types: Any, family: Family) -> str | None:
+    """Return the problem with the first layer of a type that the family lacks, or None."""
+    entries = types if isinstance(types, list) else [] if types is None else [types]
+    for i, entry in enumerate(entries):
+        if entry not in family.layer_types:
+            return (
+                f"layer_types has {short_repr(entry)} in layer {i}, not "
+                f"{' or '.join(family.layer_types)} of {family.model_type}"
+                f"{list_who(lambda other, entry=entry: entry in other.layer_types)}"
+            )
+    return None
+
+
 def _find_needed_window(
     values: Mapping[str, Any], family: Family, window: int | None
 ) -> str | None:
     """Return the problem if a file needs a sliding window and its family has none, or None."""
-    types = values.get("layer_types")
-    is_full = isinstance(types, list) and {*map(str, types)} == {KINDS[0]}
-    if types is not None and not is_full:
-        return f"layer_types is {short_repr(types)}: {family.model_type} has no windows"
     context = values.get("max_position_embeddings")
     # A window that is as long as the longest text hides nothing.
     if window is None or (isinstance(context, int) and window >= context):
@@ -390,7 +489,7 @@ def _read_layer_types(
     types = values.get("layer_types")
     sliding = Sliding(window=1, **default).layers(layers)
     if types is not None:
-        if not isinstance(types, list) or len(types) != layers or {*map(str, types)} - {*KINDS}:
+        if not isinstance(types, list) or len(types) != layers:
             return None
         # The list may differ from the family's default, but must be a pattern that `Sliding` has.
         listed = [i for i, layer_type in enumerate(types) if layer_type == KINDS[1]]
@@ -398,6 +497,22 @@ def _read_layer_types(
             return _find_pattern(listed, layers) if family.windows else None
         sliding = listed
     return {"first": 0, "full_every": 0, **default} if sliding else {}
+
+
+def _read_delta_layers(
+    values: Mapping[str, Any], _family: Family, _theta: float | None, problems: list[str]
+) -> dict[str, int]:
+    """Return the field about layers with the delta rule, if the file lists the layers' types."""
+    types = values.get("layer_types")
+    if types is None:
+        return {}
+    full = [i for i, layer_type in enumerate(types) if layer_type == KINDS[0]]
+    every = full[0] + 1 if full else len(types) + 1
+    if len(types) != values.get("num_hidden_layers") or full != [
+        *range(every - 1, len(types), every)
+    ]:
+        problems.append("layer_types follow no pattern that is supported")
+    return {"delta.full_every": every}
 
 
 def _find_pattern(sliding: Sequence[int], layers: int) -> dict[str, int] | None:
@@ -434,7 +549,8 @@ def match_family(config: DecoderConfig) -> Family:
         ['llama', 'qwen3']
     """
     reasons = []
-    for family in FAMILIES:
+    # A text tower alone is no multimodal model.
+    for family in (each for each in FAMILIES if each.tower is None):
         reason = _find_mismatch(config, family)
         if reason is None:
             return family
@@ -494,9 +610,16 @@ def _normalize(config: DecoderConfig) -> DecoderConfig:
         if len(config.expert_layers) == config.layers:
             changes["mlp_width"] = experts.width
     if config.sliding is not None:
-        sliding = config.sliding_layers  # none if the first one is beyond the last layer
-        pattern = _find_pattern(sliding, config.layers) if sliding else None
-        changes["sliding"] = attrs.evolve(config.sliding, **pattern) if pattern else None
+        layers = config.sliding_layers  # none if the first one is beyond the last layer
+        pattern = _find_pattern(layers, config.layers) if layers else None
+        sliding = attrs.evolve(config.sliding, **pattern) if pattern else None
+        if sliding is not None and config.rope_scaling is None and sliding.rope_theta is None:
+            sliding = attrs.evolve(sliding, rope_theta=config.rope_theta)
+        changes["sliding"] = sliding
+    # A factor of 1 is none.
+    for factor in ("embedding_scale", "residual_scale", "logit_divisor"):
+        if getattr(config, factor) == 1:
+            changes[factor] = None
     # Scores are divided by the root of the head size by default.
     if config.query_scalar == config.head_size:
         changes["query_scalar"] = None
@@ -536,8 +659,13 @@ def write_decoder_config(
 
 
 def _write_values(config: DecoderConfig, family: Family, *, context: int) -> dict[str, Any]:
-    # The head size is written even where it follows from the width: families differ in its default.
-    fields = _flatten(config) | {"head_dim": config.head_size}
+    # These are written even where they follow from others: families differ in their defaults.
+    fields = _flatten(config) | {
+        "head_dim": config.head_size,
+        "query_scalar": config.query_scalar or config.head_size,
+    }
+    for factor in ("embedding_scale", "residual_scale", "logit_divisor"):
+        fields[factor] = fields[factor] or 1.0
     values: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -547,16 +675,19 @@ def _write_values(config: DecoderConfig, family: Family, *, context: int) -> dic
     }
     for key, field in family.keys.items():
         if isinstance(field, Key):
-            if fields[field.field] is None:
+            # Of a record that the decoder lacks, such as experts.
+            if "." in field.field and fields[field.field] is None:
                 raise ValueError(f"it has {key}")
             values[key] = field.write(fields[field.field], config)
         else:
             # A key that sets two fields is written from the last, which always has an effect.
             values[key] = fields[field if isinstance(field, str) else field[-1]]
-    if "query_pre_attn_scalar" in values:
-        values["query_pre_attn_scalar"] = config.query_scalar or config.head_size
     if not family.ropes:
         return values
+    if family.has_delta:
+        values["layer_types"] = [
+            DELTA if i in config.delta_layers else KINDS[0] for i in range(config.layers)
+        ]
     return values | _write_windows(config, family) | write_rope(config, family)
 
 

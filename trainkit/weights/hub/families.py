@@ -15,6 +15,13 @@ import attrs
 
 from trainkit.models.config import DecoderConfig
 from trainkit.weights.hub.links import HFTensor
+from trainkit.weights.hub.towers import BODY, Tower
+
+KINDS = ("full_attention", "sliding_attention")
+"""The names of full and of sliding layers, in `layer_types` and in `rope_parameters`."""
+
+DELTA = "linear_attention"
+"""The name of layers with the gated delta rule in `layer_types`."""
 
 
 @attrs.frozen(eq=False)
@@ -39,6 +46,7 @@ class Family:
 
     Attributes:
         model_type: Its name in a `config.json`.
+        models: The models that people know it by, for messages and tables.
         architecture: Its class in `transformers`.
         keys: The field of each key, "experts.count" for one of `Experts`; a key may set two.
         aliases: Other names of keys.
@@ -50,14 +58,18 @@ class Family:
         needs_rope: Whether a file must have a table of rotary positions.
         windows: The fields of `Sliding` except the window, for files without `layer_types`; a text
             is the key that has the value. None if the family has no sliding windows.
-        local_rope: Whether sliding layers have a rotary theta of their own.
+        local_rope: The key of the rotary theta of sliding layers, whose wavelengths are then not
+            scaled; None if all layers have the same.
+        has_delta: Whether layers of type "linear_attention" are delta layers.
         names: From a configuration to where each tensor is, by our names; `{i}` is the layer in
             both.
         ignored_tensors: Patterns of tensors that are no part of the model; `{layers}` is the number
             of layers.
+        tower: Set if the decoder is a part of the model: the text tower of a multimodal one.
     """
 
     model_type: str
+    models: str = ""
     architecture: str
     keys: Mapping[str, str | Key | Sequence[str]]
     aliases: Mapping[str, str] = attrs.field(factory=dict)
@@ -68,9 +80,22 @@ class Family:
     ropes: Sequence[str] = ("default", "linear", "llama3", "yarn")
     needs_rope: bool = False
     windows: Mapping[str, int | str] | None = None
-    local_rope: bool = False
+    local_rope: str | None = None
+    has_delta: bool = False
     names: Callable[[DecoderConfig], Mapping[str, HFTensor]]
     ignored_tensors: Sequence[str] = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
+    tower: Tower | None = None
+
+    @property
+    def layer_types(self) -> tuple[str, ...]:
+        """The entries that `layer_types` may have."""
+        return (KINDS[0], *KINDS[1:] * (self.windows is not None), *[DELTA] * self.has_delta)
+
+    @property
+    def known_keys(self) -> frozenset[str]:
+        """The keys of a `config.json` that are its own."""
+        own = {*self.keys, *self.aliases, *self.only, *self.defaults, *self.ignored_keys}
+        return frozenset(own)
 
 
 # ------------------------------------------------------------------------------------------- names
@@ -190,6 +215,7 @@ _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "relu2",
 }
 
 
@@ -215,6 +241,7 @@ _BIAS_DEFAULTS = {**_DENSE_DEFAULTS, "attention_bias": False}
 # Touvron et al., "LLaMA" (2023) and "Llama 2" (2023). The families below say what differs.
 _LLAMA = Family(
     model_type="llama",
+    models="Llama 2 and 3, TinyLlama, SmolLM2",
     architecture="LlamaForCausalLM",
     keys={**_BIAS_KEYS, "mlp_bias": "feed_forward.bias"},
     defaults={**_BIAS_DEFAULTS, "mlp_bias": False},
@@ -225,6 +252,7 @@ _LLAMA = Family(
 # Jiang et al., "Mistral 7B" (2023): sliding windows.
 _MISTRAL = Family(
     model_type="mistral",
+    models="Mistral 7B, Mistral Nemo",
     architecture="MistralForCausalLM",
     keys=_DENSE_KEYS,
     defaults={**_DENSE_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
@@ -236,6 +264,7 @@ _MISTRAL = Family(
 # Yang et al., "Qwen2 Technical Report" (2024): biases of queries, keys and values.
 _QWEN2 = Family(
     model_type="qwen2",
+    models="Qwen2, Qwen2.5, QwQ",
     architecture="Qwen2ForCausalLM",
     keys=_DENSE_KEYS,
     defaults=_DENSE_DEFAULTS | _WINDOWS,
@@ -248,6 +277,7 @@ _QWEN2 = Family(
 # "Qwen3 Technical Report" (2025): norms of queries and keys in place of these biases.
 _QWEN3 = Family(
     model_type="qwen3",
+    models="Qwen3",
     architecture="Qwen3ForCausalLM",
     keys=_BIAS_KEYS,
     defaults={**_BIAS_DEFAULTS, **_WINDOWS, "head_dim": 128},
@@ -260,6 +290,7 @@ _QWEN3 = Family(
 # Abdin et al., "Phi-3 Technical Report" (2024): fused matrices, LongRoPE.
 _PHI3 = Family(
     model_type="phi3",
+    models="Phi 3, Phi 4",
     architecture="Phi3ForCausalLM",
     keys=_DENSE_KEYS,
     defaults={
@@ -281,6 +312,7 @@ _PHI3 = Family(
 # "Gemma 2" (2024): norms on both sides of attention and MLP, soft caps, scaled embeddings.
 _GEMMA2 = Family(
     model_type="gemma2",
+    models="Gemma 2",
     architecture="Gemma2ForCausalLM",
     keys={
         **{key: field for key, field in _BIAS_KEYS.items() if key != "hidden_act"},
@@ -317,6 +349,7 @@ _GEMMA2 = Family(
 # five sliding layers, with a theta of their own, for each full one.
 _GEMMA3 = Family(
     model_type="gemma3_text",
+    models="Gemma 3 (1B, 270M)",
     architecture="Gemma3ForCausalLM",
     keys={k: field for k, field in _GEMMA2.keys.items() if k != "attn_logit_softcapping"},
     aliases=_GEMMA2.aliases,
@@ -331,7 +364,7 @@ _GEMMA3 = Family(
     only={"use_bidirectional_attention": (False,), "attn_logit_softcapping": (None,)},
     ignored_keys=frozenset({"cache_implementation", "_sliding_window_pattern"}),
     windows={"full_every": "sliding_window_pattern"},
-    local_rope=True,
+    local_rope="rope_local_base_freq",
     names=lambda _: _NAMES | _NORMS_AROUND,
 )
 
@@ -339,12 +372,98 @@ _GEMMA3 = Family(
 # "2 OLMo 2 Furious" (2025): norms after attention and MLP, none before.
 _OLMO2 = Family(
     model_type="olmo2",
+    models="OLMo 2",
     architecture="Olmo2ForCausalLM",
     keys={key: field for key, field in _BIAS_KEYS.items() if key != "head_dim"},
     defaults={**_BIAS_DEFAULTS, "rms_norm_eps": 1e-5},
     fixed={"norms.place": "after", "qk_norm": "wide"},  # one norm over all heads of q, or of k
     names=lambda _: _NAMES | _NORMS_AROUND,  # of which it has those after alone
 )
+
+
+# "Olmo 3" (2025): three sliding layers, whose positions are not scaled, for each full one.
+_OLMO3 = attrs.evolve(
+    _OLMO2,
+    model_type="olmo3",
+    models="OLMo 3",
+    architecture="Olmo3ForCausalLM",
+    defaults={**_OLMO2.defaults, "rope_theta": 500_000.0, "sliding_window": 4096},
+    windows={"full_every": 4},
+    local_rope="rope_theta",
+)
+
+
+def _read_no_rope(value: Any, config: Mapping[str, Any]) -> int | None:
+    """Return the interval of layers without positions, from a list of whether each has them."""
+    layers = config["num_hidden_layers"]
+    if value is None:
+        return _whole(config["no_rope_layer_interval"])
+    bare = [i for i, has_rope in enumerate(value[:layers]) if not has_rope]
+    every = bare[0] + 1 if bare else None
+    if len(value) < layers or (every and bare != [*range(every - 1, layers, every)]):
+        raise ValueError(
+            f"a list of 1 and 0 for {layers} layers, in which every n-th is 0, is supported"
+        )
+    return every
+
+
+def _write_no_rope(_: int | None, config: DecoderConfig) -> list[int]:
+    return [int(i not in config.no_rope_layers) for i in range(config.layers)]
+
+
+# Bakouch et al., "SmolLM3" (2025): every fourth layer has no positions.
+_SMOLLM3 = Family(
+    model_type="smollm3",
+    models="SmolLM3",
+    architecture="SmolLM3ForCausalLM",
+    keys={
+        **_LLAMA.keys,
+        "no_rope_layers": Key("no_rope_every", _read_no_rope, _write_no_rope),
+    },
+    defaults={
+        **_LLAMA.defaults,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "rope_theta": 2_000_000.0,
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 4,
+        "use_sliding_window": False,
+    },
+    # There the windows would be in the layers without positions.
+    only={"use_sliding_window": (False,)},
+    names=lambda _: _NAMES,
+)
+
+
+# Scores have a factor there, and are divided by a root here. The square is rounded, so that a
+# factor comes back as itself.
+_SCORE_FACTOR = Key(
+    "query_scalar",
+    lambda factor, _: float(f"{_number(factor) ** -2:.12g}"),
+    lambda scalar, _: scalar**-0.5,
+)
+
+# "Granite 3.0 Language Models" (2024): factors of embeddings, scores, branches and logits.
+_GRANITE_KEYS = {
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_divisor",
+    "attention_multiplier": _SCORE_FACTOR,
+}
+_GRANITE = Family(
+    model_type="granite",
+    models="Granite 3",
+    architecture="GraniteForCausalLM",
+    keys={**_LLAMA.keys, **_GRANITE_KEYS},
+    defaults={**_LLAMA.defaults, **dict.fromkeys(_GRANITE_KEYS, 1.0)},
+    names=lambda _: _NAMES,
+)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e9:
+        raise ValueError("it must be a number above 0")
+    return value
 
 
 def _whole(value: Any) -> int:
@@ -387,6 +506,7 @@ _GPT2_NAMES = {
 # LayerNorm, biases everywhere, an MLP without a gate.
 _GPT2 = Family(
     model_type="gpt2",
+    models="GPT-2",
     architecture="GPT2LMHeadModel",
     keys={
         "vocab_size": "vocab_size",
@@ -451,6 +571,7 @@ _GPT2 = Family(
 # Jiang et al., "Mixtral of Experts" (2024): softmax routing to two of eight experts in each layer.
 _MIXTRAL = Family(
     model_type="mixtral",
+    models="Mixtral",
     architecture="MixtralForCausalLM",
     keys={
         **_KEYS,
@@ -487,6 +608,7 @@ def _first_layers(value: Any, _: Mapping[str, Any]) -> int:
 # "Qwen3 Technical Report" (2025): experts with softmax routing, and none that all tokens share.
 _QWEN3_MOE = Family(
     model_type="qwen3_moe",
+    models="Qwen3-30B-A3B, Qwen3-235B-A22B",
     architecture="Qwen3MoeForCausalLM",
     keys={
         **_KEYS,
@@ -573,6 +695,7 @@ def _deepseek_names(config: DecoderConfig) -> dict[str, HFTensor]:
 # scores, in groups, and shared experts for all tokens.
 _DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
+    models="DeepSeek-V3, DeepSeek-R1",
     architecture="DeepseekV3ForCausalLM",
     keys={
         **{key: field for key, field in _KEYS.items() if key != "head_dim"},
@@ -602,6 +725,7 @@ _DEEPSEEK_V3 = Family(
 # "GLM-4.5" (2025): the experts of DeepSeek-V3 with grouped-query attention.
 _GLM4_MOE = Family(
     model_type="glm4_moe",
+    models="GLM-4.5, GLM-4.6, GLM-4.7",
     architecture="Glm4MoeForCausalLM",
     keys={**_KEYS, **_SIGMOID_KEYS, "attention_bias": "qkv_bias", "use_qk_norm": "qk_norm"},
     defaults={
@@ -650,6 +774,7 @@ _GPT_OSS_NAMES = _block(
 # layer, experts with biases and clamped inner values.
 _GPT_OSS = Family(
     model_type="gpt_oss",
+    models="gpt-oss",
     architecture="GptOssForCausalLM",
     keys={
         **_KEYS,
@@ -682,6 +807,259 @@ _GPT_OSS = Family(
 )
 
 
+# Layers with the gated delta rule; those with attention are gated too.
+_DELTA_KEYS = {
+    **_KEYS,
+    "linear_num_key_heads": "delta.key_heads",
+    "linear_num_value_heads": "delta.value_heads",
+    "linear_key_head_dim": "delta.key_size",
+    "linear_value_head_dim": "delta.value_size",
+    "linear_conv_kernel_dim": "delta.conv",
+    "full_attention_interval": "delta.full_every",
+}
+_SHARED_GATE_KEYS = {
+    "num_experts": "experts.count",
+    "num_experts_per_tok": "experts.top_k",
+    "shared_expert_intermediate_size": "experts.shared",
+}
+_DELTA: dict[str, Any] = {
+    "aliases": {"num_local_experts": "num_experts"},
+    "only": {
+        **_NO_BIAS,
+        "attn_output_gate": (True,),
+        "mamba_ssm_dtype": ("float32",),  # of the state, which is in at least fp32 here
+        "output_gate_type": (None, "swish"),
+    },
+    # YaRN's factor of scores would hold for the rotary part of a head alone.
+    "ropes": ("default", "partial", "linear", "llama3", "mrope"),
+    "has_delta": True,
+    "ignored_keys": frozenset(
+        # The last two are about dense layers, in files of models where all layers or none are.
+        {
+            "mtp_num_hidden_layers",
+            "mtp_use_dedicated_embeddings",
+            "intermediate_size",
+            "mlp_only_layers",
+        }
+    ),
+    "ignored_tensors": ("mtp.**",),  # multi-token prediction
+}
+_DELTA_DEFAULTS = {
+    **_DEFAULTS,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+}
+_DELTA_FIXED = {"qk_norm": True, "norms.kind": "offset", "attention_gate": True}
+_SHARED_GATE = _block(
+    {
+        **_EXPERTS,
+        **_mlp("mlp.shared", "mlp.shared_expert"),
+        "mlp.shared_gate.weight": "mlp.shared_expert_gate.weight",
+    }
+)
+
+
+def _delta_names(
+    config: DecoderConfig, products: Mapping[str, str | HFTensor]
+) -> dict[str, HFTensor]:
+    """Return all names of a family with delta layers, from those of the matrices of its input."""
+    conv = HFTensor("linear_attn.conv1d.weight", fused=True, unit=1)
+    delta = _block(
+        {
+            **products,
+            "attention.wa.bias": "linear_attn.dt_bias",
+            "attention.wa.log_rate": "linear_attn.A_log",
+            **{f"attention.{x}_conv.weight": conv for x in "qkv"},
+            "attention.gated_norm.weight": "linear_attn.norm.weight",
+            "attention.wo.weight": "linear_attn.out_proj.weight",
+        }
+    )
+    # The rows of one head, then its gate.
+    gated = HFTensor("self_attn.q_proj.weight", fused=True, groups=config.heads)
+    attention = _block({f"attention.w{x}.weight": gated for x in "qg"})
+    # A delta layer's matrices have the names of attention's here, and others there.
+    own = {
+        name.replace("{i}", str(i)): attrs.evolve(there, name=there.name.replace("{i}", str(i)))
+        for i in config.delta_layers
+        for name, there in delta.items()
+    }
+    return _NAMES | attention | _SHARED_GATE | own
+
+
+def _qwen3_next_names(config: DecoderConfig) -> dict[str, HFTensor]:
+    # For each key head its queries and keys, and the values and gates of its value heads.
+    groups = 1 if config.delta is None else config.delta.key_heads
+    heads = HFTensor("linear_attn.in_proj_qkvz.weight", fused=True, groups=groups)
+    decays = HFTensor("linear_attn.in_proj_ba.weight", fused=True, groups=groups)
+    products = {f"attention.w{x}.weight": heads for x in "qkvg"}
+    return _delta_names(config, products | {f"attention.w{x}.weight": decays for x in "ba"})
+
+
+# "Qwen3-Next" (2025): three layers with the gated delta rule to one with attention, experts with a
+# gated shared one.
+_QWEN3_NEXT = Family(
+    model_type="qwen3_next",
+    models="Qwen3-Next-80B-A3B",
+    architecture="Qwen3NextForCausalLM",
+    keys={
+        **_DELTA_KEYS,
+        **_SHARED_GATE_KEYS,
+        "moe_intermediate_size": "experts.width",
+        "norm_topk_prob": "experts.renormalize",
+        "decoder_sparse_step": "experts.every",
+        "mlp_only_layers": Key("experts.first", _first_layers, lambda first, _: [*range(first)]),
+    },
+    defaults={
+        **_DELTA_DEFAULTS,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+    },
+    fixed={**_DELTA_FIXED, "experts.shared_gate": True},
+    names=_qwen3_next_names,
+    **_DELTA,
+)
+
+
+def _qwen3_5_names(config: DecoderConfig) -> dict[str, HFTensor]:
+    heads = HFTensor("linear_attn.in_proj_qkv.weight", fused=True)
+    products = {f"attention.w{x}.weight": heads for x in "qkv"}
+    others = {"g": "z", "b": "b", "a": "a"}
+    return _delta_names(
+        config,
+        products
+        | {f"attention.w{x}.weight": f"linear_attn.in_proj_{y}.weight" for x, y in others.items()},
+    )
+
+
+# "Qwen3.5" (2026): the layers of Qwen3-Next, dense or with experts in every layer.
+_QWEN3_5 = Family(
+    model_type="qwen3_5_text",
+    models="Qwen3.5",
+    architecture="Qwen3_5ForCausalLM",
+    keys=_DELTA_KEYS,
+    defaults={**_DELTA_DEFAULTS, "num_key_value_heads": 4},
+    fixed=_DELTA_FIXED,
+    names=_qwen3_5_names,
+    **_DELTA,
+)
+_QWEN3_5_MOE = Family(
+    model_type="qwen3_5_moe_text",
+    models="Qwen3.5-35B-A3B",
+    architecture="Qwen3_5MoeForCausalLM",
+    keys={
+        **{key: field for key, field in _DELTA_KEYS.items() if key != "intermediate_size"},
+        **_SHARED_GATE_KEYS,
+        "moe_intermediate_size": ("mlp_width", "experts.width"),
+    },
+    defaults=_DELTA_DEFAULTS,
+    fixed={**_DELTA_FIXED, "experts.shared_gate": True},
+    names=_qwen3_5_names,
+    **_DELTA,
+)
+
+
+# ------------------------------------------------------------------------------------------ towers
+
+# In the `config.json` of every multimodal model.
+_OUTER_KEYS = frozenset({"vision_config", "image_token_id", "image_token_index", "video_token_id"})
+
+
+def _make_tower(
+    text: Family,
+    *,
+    model_type: str,
+    architecture: str,
+    tensors: Sequence[str],
+    keys: Sequence[str] = (),
+    rope_keys: Sequence[str] = (),
+    defaults: Mapping[str, Any],
+) -> Family:
+    """Return the family of multimodal models whose text tower is a decoder of the family `text`.
+
+    Args:
+        text: The family of the decoder; its `model_type` is that of the `text_config`.
+        model_type: The name of the whole model in its `config.json`.
+        architecture: Its class in `transformers`.
+        tensors: Patterns of the tensors that are not the decoder's, under the names of any release.
+        keys: Keys of the `config.json` besides those of all multimodal models.
+        rope_keys: See `Tower`.
+        defaults: The values of missing keys that are others than those of `text`.
+    """
+
+    def name(there: str) -> str:
+        return BODY + there.removeprefix("model.") if there.startswith("model.") else there
+
+    def names(config: DecoderConfig) -> dict[str, HFTensor]:
+        return {k: attrs.evolve(x, name=name(x.name)) for k, x in text.names(config).items()}
+
+    return attrs.evolve(
+        text,
+        model_type=model_type,
+        architecture=architecture,
+        defaults={**text.defaults, **defaults},
+        names=names,
+        ignored_tensors=[*map(name, text.ignored_tensors), *tensors],
+        tower=Tower(
+            model_type=text.model_type,
+            keys=_OUTER_KEYS.union(keys),
+            rope_keys=frozenset(rope_keys),
+            tensors=tensors,
+        ),
+    )
+
+
+# The published folders of 4B, 12B and 27B leave out what is the default of `transformers`.
+_GEMMA3_TOWER = _make_tower(
+    attrs.evolve(
+        _GEMMA3,
+        keys={k: x for k, x in _GEMMA3.keys.items() if k != "final_logit_softcapping"},
+        # Its class in `transformers` does not read this one.
+        only={**_GEMMA3.only, "final_logit_softcapping": (None,)},
+    ),
+    model_type="gemma3",
+    architecture="Gemma3ForConditionalGeneration",
+    tensors=(
+        "vision_tower.**",
+        "multi_modal_projector.**",
+        "model.vision_tower.**",
+        "model.multi_modal_projector.**",
+    ),
+    keys=("boi_token_index", "eoi_token_index", "mm_tokens_per_image"),
+    defaults={
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 131_072,
+    },
+)
+
+# "Qwen3-VL Technical Report" (2025). Its rotary positions have three sections, for time, height and
+# width: in a text all three are the index of the token.
+_QWEN3_VL = _make_tower(
+    attrs.evolve(_QWEN3, model_type="qwen3_vl_text", windows=None),
+    model_type="qwen3_vl",
+    architecture="Qwen3VLForConditionalGeneration",
+    tensors=("visual.**", "model.visual.**"),
+    keys=("vision_start_token_id", "vision_end_token_id"),
+    rope_keys=("mrope_section", "mrope_interleaved"),
+    defaults={
+        "num_key_value_heads": 32,
+        "rope_theta": 500_000.0,
+        "max_position_embeddings": 128_000,
+    },
+)
+
+
 FAMILIES = (
     _LLAMA,
     _MISTRAL,
@@ -691,11 +1069,32 @@ FAMILIES = (
     _GEMMA2,
     _GEMMA3,
     _OLMO2,
+    _OLMO3,
+    _SMOLLM3,
+    _GRANITE,
     _GPT2,
     _MIXTRAL,
     _QWEN3_MOE,
     _DEEPSEEK_V3,
     _GLM4_MOE,
     _GPT_OSS,
+    _QWEN3_NEXT,
+    _QWEN3_5,
+    _QWEN3_5_MOE,
+    _GEMMA3_TOWER,
+    _QWEN3_VL,
 )
 """Every family; of those that compute the same, the first is what is written."""
+
+
+def list_who(has: Callable[[Family], bool]) -> str:
+    """Return the end of a message about something that a family lacks: the families that have it.
+
+    Examples:
+        >>> list_who(lambda family: "longrope" in family.ropes), list_who(lambda _: False)
+        (', which phi3 has', '')
+    """
+    names = [family.model_type for family in FAMILIES if has(family)]
+    if not names:
+        return ""
+    return f", which {' and '.join(names[:3])} {'have' if len(names) > 1 else 'has'}"

@@ -6,7 +6,7 @@ that a file states but could not contain.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ from trainkit.weights.checkpoint.safe_files import read_bounded, refusal
 from trainkit.weights.checkpoint.sources import INDEX
 from trainkit.weights.checkpoint.tensor_files import Stored, parse_untrusted_table, safetensors_file
 from trainkit.weights.convert.foreign import describe_safetensors_folder
-from trainkit.weights.hub.configs import get_family, read_decoder_config
+from trainkit.weights.hub.configs import get_family, get_text_values, read_decoder_config
 from trainkit.weights.hub.families import FAMILIES, Family
 from trainkit.weights.hub.links import (
     HFTensor,
@@ -42,6 +42,7 @@ from trainkit.weights.hub.links import (
 )
 from trainkit.weights.hub.quantized import QuantizedTensor, dequantize_weights, find_quantized
 from trainkit.weights.hub.resize import resize_weights
+from trainkit.weights.hub.towers import rename_tower
 
 CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 4 * 1024 * 1024  # some files list thousands of labels
@@ -163,13 +164,17 @@ def open_folder(
         )
     values = parse_untrusted_table(read_bounded(file, _MAX_CONFIG_BYTES, shared=True), file)
     config = read_decoder_config(values, where=str(file), families=families, context=context)
-    # Without the key: the default of `transformers` for Llama.
-    full_context = values.get("max_position_embeddings", config.max_length or 2048)
+    family = get_family(values["model_type"], where=str(file), families=families)
+    # Without the key: the default of `transformers` for the family, or for Llama.
+    full_context = get_text_values(values, family, []).get(
+        "max_position_embeddings",
+        family.defaults.get("max_position_embeddings", config.max_length or 2048),
+    )
     if type(full_context) is not int:
         raise ConfigError(f"{file}: max_position_embeddings is no number", where=str(file))
     return HFFolder(
         path=Path(path),
-        family=get_family(values["model_type"], where=str(file), families=families),
+        family=family,
         config=config,
         values=values,
         # The short factors of LongRoPE hold for texts up to their length, `reach`.
@@ -250,7 +255,8 @@ def _check_shapes(folder: HFFolder) -> None:
         stored = add_model_prefix(_describe_files(folder.path), folder.family, folder.config)
     except CheckpointError:  # `load_folder_weights` reports problems with the files
         return
-    expected = get_foreign_shapes(make_family_links(folder.family, folder.config))
+    links = make_family_links(folder.family, folder.config, present=stored)
+    expected = get_foreign_shapes(links)
     _, tensors, _ = find_quantized(stored, expected, folder.values.get("quantization_config"))
     problems = [
         f"{name} is {tuple(tensors[name].shape)}, and would be {shape}"
@@ -284,8 +290,17 @@ def get_decoder_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def make_family_links(family: Family, config: DecoderConfig) -> list[Link]:
+def make_family_links(
+    family: Family, config: DecoderConfig, *, present: Collection[str] = ()
+) -> list[Link]:
     """Return the links between a decoder's tensors and those of a family's folder.
+
+    Args:
+        family: The family.
+        config: The decoder.
+        present: The names of the tensors that there are. A folder has a matrix of each expert, or
+            as `transformers` in memory one tensor of all experts of a layer, with `gate` above
+            `up`; without names it is taken to have the first.
 
     Raises:
         ConfigError: The family has no name for a tensor, or its links do not cover all elements.
@@ -304,13 +319,21 @@ def make_family_links(family: Family, config: DecoderConfig) -> list[Link]:
         # For every layer, whether it has the tensor or not: links follow from `shapes`.
         layers = range(config.layers) if "{i}" in name else range(1)
         for i in layers:
-            theirs = there.name.replace("{i}", str(i))
-            table[name.replace("{i}", str(i))] = attrs.evolve(there, name=theirs)
+            theirs = attrs.evolve(there, name=there.name.replace("{i}", str(i)))
+            packed = _pack_experts(theirs)
+            table[name.replace("{i}", str(i))] = packed if packed.name in present else theirs
     # By the names that `HFTensor.interleaved` may have.
     heads = {name: getattr(config, name) for name in ("head_size", "rotary_size")}
     links = make_links(table, shapes, heads=heads, rotary=config.rotary_size)
     check_links(links, shapes)
     return links
+
+
+def _pack_experts(there: HFTensor) -> HFTensor:
+    """Return the place of a matrix of each expert where those of all experts are one tensor."""
+    layer, _, matrix = there.name.partition(".{e}.")
+    packed = {"gate": "gate_up", "up": "gate_up", "down": "down"}.get(matrix.partition("_")[0], "")
+    return attrs.evolve(there, name=f"{layer}.{packed}_proj", fused=True, rows=1)
 
 
 # ----------------------------------------------------------------------------------------- weights
@@ -454,14 +477,15 @@ def _check_folder(
     folder: HFFolder, allow_missing: Sequence[str], allow_extra: Sequence[str], axis: Axis
 ) -> tuple[Weights, set[str]]:
     """Return a function that reads our tensors, and the names of those that are incomplete."""
-    links = make_family_links(folder.family, folder.config)
     # Filled by `check`, which returns nothing: what it returned would travel to the other ranks.
+    links: list[Link] = []
     stored: dict[str, Stored] = {}
     quantized: dict[str, QuantizedTensor] = {}
 
     def check() -> None:
         all_tensors = add_model_prefix(_describe_files(folder.path), folder.family, folder.config)
         stored.update(all_tensors)
+        links.extend(make_family_links(folder.family, folder.config, present=all_tensors))
         quantized.update(
             _find_quantized(
                 folder, links, all_tensors, allow_missing=allow_missing, allow_extra=allow_extra
@@ -631,6 +655,8 @@ def add_model_prefix(
         >>> add_model_prefix({"norm.weight": 1}, get_family("llama"), make_decoder_config("tiny"))
         {'model.norm.weight': 1}
     """
+    if family.tower is not None:
+        return rename_tower(tensors, family.tower)
     # A class without a head (`LlamaModel`) has "layers.0..." where the one with a head has
     # "model.layers.0...".
     embedding, head = _get_end_names(family, config)

@@ -27,6 +27,10 @@ class HFTensor:
     Attributes:
         name: The name of the tensor there. `{e}` in it is the index of an expert: one tensor each.
         fused: Several of our tensors are rows of `name`, in the order of the table.
+        rows: The dimension of these rows in ours; 1 where all experts are in one tensor there too.
+        groups: The rows of each of these are in so many equal groups, which take turns: the first
+            group of every tensor, then the second of every tensor.
+        unit: A dimension of size 1 there, which ours lacks.
         transposed: Its last two dimensions are exchanged.
         every: (n, i) if its rows are every n-th row there, from row i on. Rows are the dimension
             after that of experts.
@@ -41,6 +45,9 @@ class HFTensor:
 
     name: str
     fused: bool = False
+    rows: int = 0
+    groups: int = 1
+    unit: int | None = None
     transposed: bool = False
     every: tuple[int, int] | None = None
     interleaved: str | None = None
@@ -125,14 +132,19 @@ def make_links(
             got=scalars,
         )
     links: list[Link] = []
+    # A decoder lacks some of a table's tensors: biases or norms, for instance.
+    table = {name: there for name, there in table.items() if name in shapes}
+    # The rows of a group of each fused tensor, and how many of them the parts so far have.
+    sizes: dict[str, int] = {}
+    for name, there in table.items():
+        sizes[there.name] = sizes.get(there.name, 0) + shapes[name][there.rows] // there.groups
     ends: dict[str, int] = {}
     for name, there in table.items():
-        if name not in shapes:  # a bias or a norm, for instance, that this decoder lacks
-            continue
         shape = tuple(shapes[name])
         # Rows of a fused tensor follow each other in the order of the table.
         start = ends.get(there.name, 0) if there.fused else 0
-        ends[there.name] = start + shape[0]
+        rows = shape[there.rows] // there.groups
+        ends[there.name] = start + rows
         if there.interleaved is not None:
             links += _link_heads(
                 name, there.name, shape, start, head=heads[there.interleaved], rotary=rotary
@@ -141,26 +153,44 @@ def make_links(
             # Ours holds all experts, [E, ...]; theirs has a tensor for each.
             links += [_link_tensor(name, there, shape[1:], 0, (e,)) for e in range(shape[0])]
         else:
-            links.append(_link_tensor(name, there, shape, start))
+            part = tuple(rows if dim == there.rows else n for dim, n in enumerate(shape))
+            for group in range(there.groups):
+                first = start + group * sizes[there.name]
+                links.append(_link_tensor(name, there, part, first, our_start=group * rows))
     return links
 
 
 def _link_tensor(
-    name: str, there: HFTensor, shape: Shape, start: int, expert: tuple[int, ...] = ()
+    name: str,
+    there: HFTensor,
+    shape: Shape,
+    start: int,
+    expert: tuple[int, ...] = (),
+    *,
+    our_start: int = 0,
 ) -> Link:
-    """Link a tensor, or with `expert` one index of its first dimension, to rows from `start` on."""
+    """Link rows from `our_start` on to rows from `start` on.
+
+    With `expert` they are those of one index of our first dimension.
+    """
     dims = tuple(range(len(shape)))
     ones = (1,) * len(shape)
     zeros = (0,) * len(shape)
     # The expert's index is fixed by the offset, and no dimension of the link.
     our_dims = tuple(dim + len(expert) for dim in dims)
-    ours = StridedBox(name, (*expert, *zeros), our_dims, ones)
+    our_offset = tuple(our_start * (dim == there.rows) for dim in dims)
+    ours = StridedBox(name, (*expert, *our_offset), our_dims, ones)
     their_dims = (*dims[:-2], *dims[:-3:-1]) if there.transposed else dims
     steps = list(ones)
     offset = list(zeros)
-    offset[their_dims[0]] = start  # rows are counted on our side; there they may be columns
+    offset[their_dims[there.rows]] = (
+        start  # rows are counted on our side; there they may be columns
+    )
     if there.every is not None:
         steps[1], offset[their_dims[1]] = there.every
+    if there.unit is not None:
+        offset.insert(there.unit, 0)
+        their_dims = tuple(dim + (dim >= there.unit) for dim in their_dims)
     their_name = there.name.format(e=expert[0]) if expert else there.name
     return Link(shape, ours, StridedBox(their_name, tuple(offset), their_dims, tuple(steps)))
 

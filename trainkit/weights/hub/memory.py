@@ -42,8 +42,8 @@ def import_tensors(
 
     Args:
         tensors: The model's `state_dict()`, of a class with a head or without one, unsharded.
-            `transformers` 5 and later fuses experts in memory: pass the tensors that
-            `save_pretrained` would write.
+            The experts of a layer are one tensor, as `transformers` 5 has them in memory, or one
+            for each as `save_pretrained` writes them; those of Mixtral have other names there.
         values: Its `config.to_dict()`.
         families: The families to consider.
         context: As in `read_decoder_config`.
@@ -69,8 +69,8 @@ def import_tensors(
     """
     config = read_decoder_config(values, where="values", families=families, context=context)
     family = get_family(values["model_type"], where="values", families=families)
-    links = make_family_links(family, config)
     prefixed = add_model_prefix(tensors, family, config)
+    links = make_family_links(family, config, present=prefixed)
     # As if they were in files, so that folders and models in memory have the same checks.
     described = {
         name: Stored(get_dtype_name(x.dtype), tuple(x.shape), ()) for name, x in prefixed.items()

@@ -19,10 +19,7 @@ from trainkit.models.config import (
     RopeScaling,
     YarnScaling,
 )
-from trainkit.weights.hub.families import Family
-
-KINDS = ("full_attention", "sliding_attention")
-"""The names of full and of sliding layers, in `layer_types` and in `rope_parameters`."""
+from trainkit.weights.hub.families import KINDS, Family, list_who
 
 _YARN_KEYS = frozenset(
     {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"}
@@ -69,14 +66,19 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def read_local_rope(values: dict[str, Any], problems: list[str]) -> float | None:
+def read_local_rope(values: dict[str, Any], problems: list[str], *, key: str) -> float | None:
     """Return the theta of sliding layers; leave in `values` the table of full layers.
 
+    Args:
+        values: The content of a `config.json`, with the defaults of its family.
+        problems: Where to append problems.
+        key: The key of the theta in files without a table for each type of layer.
+
     Examples:
-        >>> read_local_rope({"rope_local_base_freq": 1e4}, [])
+        >>> read_local_rope({"rope_local_base_freq": 1e4}, [], key="rope_local_base_freq")
         10000.0
     """
-    theta = values["rope_local_base_freq"]
+    theta = values[key]
     tables = values.get("rope_parameters")
     # `transformers` 5 writes a table for each type of layer.
     if isinstance(tables, dict) and {*tables} & {*KINDS}:
@@ -92,7 +94,7 @@ def read_local_rope(values: dict[str, Any], problems: list[str]) -> float | None
         extra += [key for key in tables if key not in KINDS]
         problems += [f"rope_parameters of sliding layers: {key} is not supported" for key in extra]
     if not is_number(theta) or not 1 < theta < 1e12:
-        problems.append(f"rope_local_base_freq is {short_repr(theta)}")
+        problems.append(f"{key} is {short_repr(theta)} in sliding layers")
         return None
     return float(theta)
 
@@ -138,6 +140,8 @@ def read_rope(values: Mapping[str, Any], family: Family, problems: list[str]) ->
         theta = 10_000.0
     factor = rope.pop("partial_rotary_factor", values.get("partial_rotary_factor"))
     rotary_dim = None if factor in (None, 1) else _read_rotary_dim(factor, values, family, problems)
+    if "mrope" in family.ropes:  # positions of images, which text has the same in all dimensions
+        rope = {key: x for key, x in rope.items() if not key.startswith("mrope_")}
     scaling = _read_scaling(str(rope_type), rope, values, family, problems)
     return {"rope_theta": float(theta), "rope_scaling": scaling, "rotary_dim": rotary_dim}
 
@@ -172,7 +176,10 @@ def _read_scaling(
         problems += [f"rope: {key} without a rope_type" for key in rope]
         return None
     if rope_type not in family.ropes:
-        problems.append(f"rope_type is {short_repr(rope_type)}, not {' or '.join(family.ropes)}")
+        problems.append(
+            f"rope_type is {short_repr(rope_type)}, not {' or '.join(family.ropes)} of "
+            f"{family.model_type}{list_who(lambda other: rope_type in other.ropes)}"
+        )
         return None
     full_length = values.get("max_position_embeddings")
     length = rope.pop("original_max_position_embeddings", full_length)
@@ -182,7 +189,10 @@ def _read_scaling(
     if rope_type != "linear":
         options["original_max_position_embeddings"] = length
     options |= {key: rope.pop(key) for key in _OPTIONS[rope_type] & rope.keys()}
-    wrong = [f"rope: {key} is an unknown key" for key in rope]
+    wrong = [
+        f"rope: {key[:100]} is {short_repr(x)}, an unknown key of {rope_type}"
+        for key, x in rope.items()
+    ]
     # Phi's files give both lengths in place of their quotient.
     if rope_type == "longrope" and options["factor"] is None:
         is_known = is_number(full_length) and is_number(length) and length > 0
@@ -333,14 +343,14 @@ def write_rope(config: DecoderConfig, family: Family) -> dict[str, Any]:
     values = {**theta, "rope_scaling": None if rope["rope_type"] == "default" else rope}
     if isinstance(config.rope_scaling, LongRopeScaling):
         values["original_max_position_embeddings"] = config.rope_scaling.original_length
-    if not family.local_rope:
+    if family.local_rope is None:
         return {**values, "rope_parameters": {**rope, **theta}}
     sliding = config.sliding
     # Without sliding layers any value will do: this is the family's default.
     local_theta = 10_000.0 if sliding is None else sliding.rope_theta or config.rope_theta
     local = {"rope_type": "default", "rope_theta": local_theta}
     return {
+        family.local_rope: local_theta,
         **values,
-        "rope_local_base_freq": local_theta,
         "rope_parameters": {KINDS[0]: {**rope, **theta}, KINDS[1]: local},
     }
