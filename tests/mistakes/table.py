@@ -941,8 +941,8 @@ MISTAKES = [
         (
             "routers.py",
             "a bias weighs as well as chooses",
-            "    weights = scores.gather(-1, indices)\n    if renormalize:\n",
-            "    weights = (scores if bias is None else scores + bias).gather(-1, indices)\n    if renormalize:\n",
+            "    weights = values.gather(-1, indices)\n    if renormalize:\n",
+            "    weights = (values if bias is None else values + bias).gather(-1, indices)\n    if renormalize:\n",
             "tests/models/test_routers.py tests/models/test_experts.py",
         ),
         (

@@ -661,7 +661,7 @@ _CASES: dict[str, list[LayoutCase]] = {
         LayoutCase(Layout(pp=2, dp_shard=2), recompute="full"),
         LayoutCase(Layout(dp_shard=2, ep=2), recompute="selective"),
         LayoutCase(Layout(ring=2, ep=2), recompute="full"),
-        LayoutCase(Layout(dp_replicate=2, dp_shard=2, ep=2)),
+        LayoutCase(Layout(dp_replicate=2, dp_shard=2, ep=2, reduce="each")),
         LayoutCase(Layout(dp_shard=2, tp=2, ep=2)),
     ],
     "decoder with experts": [
