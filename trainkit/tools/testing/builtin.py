@@ -318,9 +318,9 @@ GPT_OSS_LIKE = attrs.evolve(
     out_bias=True,
     attention_sinks=True,
     sliding=models.Sliding(window=9, full_every=2),
-    rope_scaling=models.YarnScaling(factor=4.0, original_length=16, beta_fast=4.0, truncate=False),
+    rope_scaling=models.YarnScaling(factor=4.0, original_length=16, beta_fast=4.0, fractional=True),
     # A clamp that some of the inner values reach.
-    experts=models.Experts(count=8, top_k=2, width=16, bias=True, clamp=1.0),
+    experts=models.Experts(count=8, top_k=2, width=16, bias=True, clamp=1.0, sigmoid_scale=1.7),
 )
 GPT_LIKE = attrs.evolve(
     SHALLOW,
