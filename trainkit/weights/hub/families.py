@@ -712,7 +712,10 @@ _SIGMOID: dict[str, Any] = {
 
 
 # The norms of latents always have this epsilon.
-_LATENT_SIGMOID = {**_SIGMOID, "fixed": {**_SIGMOID["fixed"], "latents.norm_eps": 1e-6}}
+_LATENT_SIGMOID: dict[str, Any] = {
+    **_SIGMOID,
+    "fixed": {**_SIGMOID["fixed"], "latents.norm_eps": 1e-6},
+}
 
 
 def _deepseek_names(config: DecoderConfig) -> dict[str, HFTensor]:
@@ -1143,6 +1146,7 @@ def _make_tower(
     text: Family,
     *,
     model_type: str,
+    models: str,
     architecture: str,
     tensors: Sequence[str],
     keys: Sequence[str] = (),
@@ -1153,6 +1157,7 @@ def _make_tower(
     Args:
         text: The family of the decoder; its `model_type` is that of the `text_config`.
         model_type: The name of the whole model in its `config.json`.
+        models: The models that people know it by.
         architecture: Its class in `transformers`.
         tensors: Patterns of the tensors that are not the decoder's, under the names of any release.
         keys: Keys of the `config.json` besides those of all multimodal models.
@@ -1168,6 +1173,7 @@ def _make_tower(
     return attrs.evolve(
         text,
         model_type=model_type,
+        models=models,
         architecture=architecture,
         defaults={**text.defaults, **defaults},
         names=names,
@@ -1189,6 +1195,7 @@ _GEMMA3_TOWER = _make_tower(
         only={**_GEMMA3.only, "final_logit_softcapping": (None,)},
     ),
     model_type="gemma3",
+    models="Gemma 3 (4B, 12B, 27B)",
     architecture="Gemma3ForConditionalGeneration",
     tensors=(
         "vision_tower.**",
@@ -1239,6 +1246,7 @@ _GEMMA4_TOWER = _make_tower(
 _QWEN3_VL = _make_tower(
     attrs.evolve(_QWEN3, model_type="qwen3_vl_text", windows=None, ropes=(*_QWEN3.ropes, "mrope")),
     model_type="qwen3_vl",
+    models="Qwen3-VL",
     architecture="Qwen3VLForConditionalGeneration",
     tensors=("visual.**", "model.visual.**"),
     keys=("vision_start_token_id", "vision_end_token_id"),
