@@ -184,7 +184,7 @@ def _find_length_problems(
     if rows is None:
         return
     # Padding up to a multiple is in its document's span, where causal attention does not see it.
-    if model is not None and not model.causal and (rows.multiple_of > 1 or layout.ring > 1):
+    if model is not None and model.bidirectional and (rows.multiple_of > 1 or layout.ring > 1):
         yield ConfigError(
             f"attention that is not causal would see the padding of documents, and multiple_of = "
             f"{rows.multiple_of} with ring = {layout.ring}; set both to 1, and split rows with "

@@ -280,7 +280,7 @@ def delta_weights(name: str, shape: Sequence[int], offset: Sequence[int]) -> tor
 
 
 # Attention to both sides, and a head whose rows tp shards.
-ENCODER = attrs.evolve(SHALLOW, causal=False, classes=4)
+ENCODER = attrs.evolve(SHALLOW, bidirectional=True, classes=4)
 
 # Features of Gemma, OLMo 2 and GPT-2 that the other models lack, as many as can be combined.
 GEMMA_LIKE = attrs.evolve(
