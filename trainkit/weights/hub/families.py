@@ -991,7 +991,8 @@ def _read_full_heads(_: Any, values: Mapping[str, Any]) -> FullHeads:
 
 
 def _write_full_heads(_: Any, config: DecoderConfig) -> dict[str, Any]:
-    assert config.full_heads is not None
+    if config.full_heads is None:
+        raise ValueError("the heads of all its layers are alike")
     full = {"head_dim": config.full_heads.size, "num_key_value_heads": config.full_heads.kv_heads}
     return {str(i): full for i in range(config.layers) if i not in config.sliding_layers}
 
@@ -1158,9 +1159,7 @@ _GEMMA4_TOWER = _make_tower(
 # "Qwen3-VL Technical Report" (2025). Its rotary positions have three sections, for time, height and
 # width: in a text all three are the index of the token.
 _QWEN3_VL = _make_tower(
-    attrs.evolve(
-        _QWEN3, model_type="qwen3_vl_text", windows=None, ropes=(*_QWEN3.ropes, "mrope")
-    ),
+    attrs.evolve(_QWEN3, model_type="qwen3_vl_text", windows=None, ropes=(*_QWEN3.ropes, "mrope")),
     model_type="qwen3_vl",
     architecture="Qwen3VLForConditionalGeneration",
     tensors=("visual.**", "model.visual.**"),
