@@ -134,7 +134,10 @@ def _find_head_problems(layout: Layout, model: DecoderConfig | None) -> Iterator
     tp, ulysses = layout.tp, layout.ulysses
     # A tp that divides all sizes: the advice must not lead to the next message.
     delta_heads = 0 if model.delta is None else model.delta.key_heads
-    common = _divisors(delta_heads, model.heads, model.kv_heads, model.mlp_width, model.vocab_size)
+    full_heads = 0 if model.full_heads is None else model.full_heads.kv_heads
+    common = _divisors(
+        delta_heads, model.heads, model.kv_heads, full_heads, model.mlp_width, model.vocab_size
+    )
     resize = f"set tp to {common}, or take another size of model"
     pad = f"round it up to a multiple with models.pad_vocab_size, or set tp to {common}"
     for size, subject, advice in (
@@ -142,6 +145,7 @@ def _find_head_problems(layout: Layout, model: DecoderConfig | None) -> Iterator
         (delta_heads, f"{delta_heads} key heads of delta layers do", resize),
         (model.heads, f"{model.heads} heads do", resize),
         (model.kv_heads, f"{model.kv_heads} key and value heads do", resize),
+        (full_heads, f"{full_heads} key and value heads of full layers do", resize),
         (model.mlp_width, f"{model.mlp_width} columns of the MLP (mlp_width) do", resize),
         (model.vocab_size, f"a vocabulary of {model.vocab_size} does", pad),
     ):
@@ -155,6 +159,8 @@ def _find_head_problems(layout: Layout, model: DecoderConfig | None) -> Iterator
             return  # the advice covers the other sizes
     of_each = "" if tp == 1 else f" of each of tp = {tp} ranks"
     kinds = [("heads", model.heads // tp, "key and value heads", model.kv_heads // tp)]
+    if full_heads:
+        kinds.append(("heads", model.heads // tp, "key heads of full layers", full_heads // tp))
     if model.delta is not None:
         values, keys = model.delta.value_heads // tp, model.delta.key_heads // tp
         kinds += [("value heads of delta layers", values, "key heads of delta layers", keys)]

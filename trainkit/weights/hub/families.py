@@ -1073,7 +1073,8 @@ def _read_full_heads(_: Any, values: Mapping[str, Any]) -> FullHeads:
 
 
 def _write_full_heads(_: Any, config: DecoderConfig) -> dict[str, Any]:
-    assert config.full_heads is not None
+    if config.full_heads is None:
+        raise ValueError("the heads of all its layers are alike")
     full = {"head_dim": config.full_heads.size, "num_key_value_heads": config.full_heads.kv_heads}
     return {str(i): full for i in range(config.layers) if i not in config.sliding_layers}
 

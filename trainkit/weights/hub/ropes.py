@@ -191,7 +191,7 @@ def _read_scaling(
     if rope_type == "default":
         problems += [f"rope: {key} without a rope_type" for key in rope]
         return None
-    if rope_type not in family.ropes:
+    if rope_type not in family.ropes or rope_type not in _OPTIONS:
         problems.append(
             f"rope_type is {short_repr(rope_type)}, not {' or '.join(family.ropes)} of "
             f"{family.model_type}{list_who(lambda other: rope_type in other.ropes)}"
