@@ -113,6 +113,10 @@ OF_DELTA = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 12,
 }
+OF_MROPE = {
+    "rope_parameters": OF_DELTA["rope_parameters"]
+    | {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+}
 OF_QWEN3_NEXT = OF_QWEN3_MOE | {"shared_expert_intermediate_size": 24}
 CONTEXT = 128
 ROWS = {
@@ -261,6 +265,68 @@ ROWS |= {
     ),
 }
 
+# Multimodal models, of which the decoder is the text tower: their class, the changes of its text,
+# and what else their configuration has. Ids of images are beyond those that the tests use.
+SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "vision_use_head": False,
+}
+OF_GEMMA3 = {"vision_config": SIGLIP, "mm_tokens_per_image": 4, "image_token_index": 260}
+QWEN_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "depth": 2,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [1],
+}
+MROPE = {
+    "rope_parameters": {
+        **PLAIN["rope_parameters"],
+        "mrope_section": [2, 2, 2],
+        "mrope_interleaved": True,
+    }
+}
+TOWERS = {
+    "gemma3 tower": (
+        "Gemma3",
+        LOCAL_ROPE | OF_GEMMA | {"num_hidden_layers": 7, "final_logit_softcapping": None},
+        OF_GEMMA3,
+    ),
+    "gemma3 tower, untied": (
+        "Gemma3",
+        LOCAL_ROPE | OF_GEMMA | {"final_logit_softcapping": None},
+        OF_GEMMA3 | {"tie_word_embeddings": False},
+    ),
+    "qwen3_vl": (
+        "Qwen3VL",
+        MROPE | {"head_dim": 12},
+        {"vision_config": QWEN_VISION, "tie_word_embeddings": True},
+    ),
+    "qwen3_vl, untied": (
+        "Qwen3VL",
+        MROPE | {"head_dim": 12, "attention_bias": True},
+        {"vision_config": QWEN_VISION, "tie_word_embeddings": False},
+    ),
+    "qwen3_5 tower": (
+        "Qwen3_5",
+        OF_DELTA | OF_MROPE,
+        {"vision_config": QWEN_VISION, "tie_word_embeddings": True},
+    ),
+    "qwen3_5_moe tower": (
+        "Qwen3_5Moe",
+        OF_DELTA | OF_MROPE | OF_QWEN3_NEXT,
+        {"vision_config": QWEN_VISION, "tie_word_embeddings": False},
+    ),
+}
+
 # What the first row of a family, or another row, shows as well where a family's map or its layers
 # are not the claim: heads of another width, tied or joined matrices, biases, caps, scores.
 BESIDE = {
@@ -293,14 +359,16 @@ def load_transformers():
 def make_theirs(row):
     """Return a tiny model whose norms and biases differ from their initial values."""
     transformers = load_transformers()
-    kind, changes = ROWS[row]
-    sizes = OF_GPT2 if kind == "GPT2" else SIZES
+    kind, changes, *outer = (ROWS | TOWERS)[row]
+    values = (OF_GPT2 if kind == "GPT2" else SIZES) | changes
+    if outer:
+        values = outer[0] | {"text_config": values}
     make_config = getattr(transformers, f"{kind}Config").from_dict
-    config = make_config(copy.deepcopy(sizes | changes))  # it writes into its argument
+    config = make_config(copy.deepcopy(values))  # it writes into its argument
     torch.manual_seed(0)
     config._attn_implementation = "eager"
-    name = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind.removesuffix('Text')}ForCausalLM"
-    theirs = getattr(transformers, name)(config).eval()
+    default = f"{kind.removesuffix('Text')}{'ForConditionalGeneration' if outer else 'ForCausalLM'}"
+    theirs = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else default)(config).eval()
     fill(theirs)
     return theirs
 
@@ -309,7 +377,7 @@ def fill(theirs):
     """Change a new model's values so that every tensor has an effect."""
     with torch.no_grad():
         for name, x in (*theirs.named_parameters(), *theirs.named_buffers()):
-            if "inv_freq" in name:
+            if "inv_freq" in name or not x.is_floating_point():
                 continue
             if x.ndim == 1:
                 x.add_(0.1 * torch.sin(torch.arange(x.numel()) + len(name)))

@@ -99,6 +99,12 @@ _IGNORED = frozenset(
         "neftune_noise_alpha",
     }
 )
+TEXT = "text_config"
+"""The key of the decoder in the `config.json` of a multimodal model."""
+
+# Keys of a multimodal model that count before those of its text tower: the head and the files are
+# the whole model's.
+_WHOLE = ("tie_word_embeddings", "quantization_config", "auto_map", "trust_remote_code")
 # Null means that the option is off, or that the value follows from others.
 _NULLABLE = frozenset(
     {"head_dim", "kv_heads", "latents.query_rank", "score_softcap", "logit_softcap"}
@@ -156,8 +162,8 @@ def read_decoder_config(
         trainkit.types.ConfigError: config.json: unknown model_type 'mamba'; the nearest known ...
     """
     family = get_family(values.get("model_type"), where=where, families=families, values=values)
-    values = dict(values)
     problems: list[str] = []
+    values = get_text_values(values, family, problems)
     # `transformers` reads a key under several names (`attribute_map`), and files have either.
     for alias, key in family.aliases.items():
         if alias in values:
@@ -196,6 +202,41 @@ def read_decoder_config(
         got=problems,
         hint=f"trainkit's decoder computes {family.model_type} without these options",
     )
+
+
+def get_text_values(
+    values: Mapping[str, Any], family: Family, problems: list[str]
+) -> dict[str, Any]:
+    """Return the keys about the decoder: all, or those of the text tower of a multimodal model.
+
+    Args:
+        values: The content of a `config.json`.
+        family: Its family.
+        problems: A list that problems with the other keys are appended to.
+
+    Examples:
+        >>> get_text_values({"model_type": "qwen3"}, get_family("qwen3"), [])
+        {'model_type': 'qwen3'}
+    """
+    tower = family.tower
+    if tower is None:
+        return dict(values)
+    text = values.get(TEXT)
+    if not isinstance(text, dict):
+        problems.append(f"{TEXT} is no table")
+        return {}
+    if text.get("model_type", tower.model_type) != tower.model_type:
+        found = short_repr(text["model_type"])
+        problems.append(f"{TEXT}: model_type is {found}, not {tower.model_type!r}")
+    known_keys = {*tower.keys, *_IGNORED, *_WHOLE, TEXT}
+    off = [key for key, value in values.items() if value is None or value is False]
+    unknown = values.keys() - known_keys - {*off}
+    problems += [f"{key[:100]} is an unknown key" for key in sorted(unknown)]
+    text = dict(text)
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(text.get(key), dict):
+            text[key] = {k: x for k, x in text[key].items() if k not in tower.rope_keys}
+    return text | {key: values[key] for key in _WHOLE if values.get(key) is not None}
 
 
 def set_context(config: DecoderConfig, context: int) -> DecoderConfig:
@@ -508,7 +549,8 @@ def match_family(config: DecoderConfig) -> Family:
         ['llama', 'qwen3']
     """
     reasons = []
-    for family in FAMILIES:
+    # A text tower alone is no multimodal model.
+    for family in (each for each in FAMILIES if each.tower is None):
         reason = _find_mismatch(config, family)
         if reason is None:
             return family

@@ -15,6 +15,7 @@ import attrs
 
 from trainkit.models.config import DecoderConfig
 from trainkit.weights.hub.links import HFTensor
+from trainkit.weights.hub.towers import BODY, Tower
 
 KINDS = ("full_attention", "sliding_attention")
 """The names of full and of sliding layers, in `layer_types` and in `rope_parameters`."""
@@ -64,6 +65,7 @@ class Family:
             both.
         ignored_tensors: Patterns of tensors that are no part of the model; `{layers}` is the number
             of layers.
+        tower: Set if the decoder is a part of the model: the text tower of a multimodal one.
     """
 
     model_type: str
@@ -82,6 +84,7 @@ class Family:
     has_delta: bool = False
     names: Callable[[DecoderConfig], Mapping[str, HFTensor]]
     ignored_tensors: Sequence[str] = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
+    tower: Tower | None = None
 
     @property
     def layer_types(self) -> tuple[str, ...]:
@@ -963,6 +966,118 @@ _QWEN3_5_MOE = Family(
 )
 
 
+# ------------------------------------------------------------------------------------------ towers
+
+# In the `config.json` of every multimodal model.
+_OUTER_KEYS = frozenset({"vision_config", "image_token_id", "image_token_index", "video_token_id"})
+
+
+def _make_tower(
+    text: Family,
+    *,
+    model_type: str,
+    architecture: str,
+    tensors: Sequence[str],
+    keys: Sequence[str] = (),
+    rope_keys: Sequence[str] = (),
+    defaults: Mapping[str, Any],
+) -> Family:
+    """Return the family of multimodal models whose text tower is a decoder of the family `text`.
+
+    Args:
+        text: The family of the decoder; its `model_type` is that of the `text_config`.
+        model_type: The name of the whole model in its `config.json`.
+        architecture: Its class in `transformers`.
+        tensors: Patterns of the tensors that are not the decoder's, under the names of any release.
+        keys: Keys of the `config.json` besides those of all multimodal models.
+        rope_keys: See `Tower`.
+        defaults: The values of missing keys that are others than those of `text`.
+    """
+
+    def name(there: str) -> str:
+        return BODY + there.removeprefix("model.") if there.startswith("model.") else there
+
+    def names(config: DecoderConfig) -> dict[str, HFTensor]:
+        return {k: attrs.evolve(x, name=name(x.name)) for k, x in text.names(config).items()}
+
+    return attrs.evolve(
+        text,
+        model_type=model_type,
+        architecture=architecture,
+        defaults={**text.defaults, **defaults},
+        names=names,
+        ignored_tensors=[*map(name, text.ignored_tensors), *tensors],
+        tower=Tower(
+            model_type=text.model_type,
+            keys=_OUTER_KEYS.union(keys),
+            rope_keys=frozenset(rope_keys),
+            tensors=tensors,
+        ),
+    )
+
+
+# The published folders of 4B, 12B and 27B leave out what is the default of `transformers`.
+_GEMMA3_TOWER = _make_tower(
+    attrs.evolve(
+        _GEMMA3,
+        keys={k: x for k, x in _GEMMA3.keys.items() if k != "final_logit_softcapping"},
+        # Its class in `transformers` does not read this one.
+        only={**_GEMMA3.only, "final_logit_softcapping": (None,)},
+    ),
+    model_type="gemma3",
+    architecture="Gemma3ForConditionalGeneration",
+    tensors=(
+        "vision_tower.**",
+        "multi_modal_projector.**",
+        "model.vision_tower.**",
+        "model.multi_modal_projector.**",
+    ),
+    keys=("boi_token_index", "eoi_token_index", "mm_tokens_per_image"),
+    defaults={
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 131_072,
+    },
+)
+
+# "Qwen3-VL Technical Report" (2025). Its rotary positions have three sections, for time, height and
+# width: in a text all three are the index of the token.
+_QWEN3_VL = _make_tower(
+    attrs.evolve(_QWEN3, model_type="qwen3_vl_text", windows=None),
+    model_type="qwen3_vl",
+    architecture="Qwen3VLForConditionalGeneration",
+    tensors=("visual.**", "model.visual.**"),
+    keys=("vision_start_token_id", "vision_end_token_id"),
+    rope_keys=("mrope_section", "mrope_interleaved"),
+    defaults={
+        "num_key_value_heads": 32,
+        "rope_theta": 500_000.0,
+        "max_position_embeddings": 128_000,
+    },
+)
+
+_QWEN3_5_TOWER: dict[str, Any] = {
+    "tensors": ("visual.**", "model.visual.**", "mtp.**"),
+    "keys": ("vision_start_token_id", "vision_end_token_id", "language_model_only"),
+    "defaults": {},
+}
+_QWEN3_5_WHOLE = _make_tower(
+    _QWEN3_5,
+    model_type="qwen3_5",
+    architecture="Qwen3_5ForConditionalGeneration",
+    **_QWEN3_5_TOWER,
+)
+_QWEN3_5_MOE_WHOLE = _make_tower(
+    _QWEN3_5_MOE,
+    model_type="qwen3_5_moe",
+    architecture="Qwen3_5MoeForConditionalGeneration",
+    **_QWEN3_5_TOWER,
+)
+
+
 FAMILIES = (
     _LLAMA,
     _MISTRAL,
@@ -984,6 +1099,10 @@ FAMILIES = (
     _QWEN3_NEXT,
     _QWEN3_5,
     _QWEN3_5_MOE,
+    _GEMMA3_TOWER,
+    _QWEN3_VL,
+    _QWEN3_5_WHOLE,
+    _QWEN3_5_MOE_WHOLE,
 )
 """Every family; of those that compute the same, the first is what is written."""
 

@@ -30,7 +30,7 @@ from trainkit.weights.checkpoint.safe_files import read_bounded, refusal
 from trainkit.weights.checkpoint.sources import INDEX
 from trainkit.weights.checkpoint.tensor_files import Stored, parse_untrusted_table, safetensors_file
 from trainkit.weights.convert.foreign import describe_safetensors_folder
-from trainkit.weights.hub.configs import get_family, read_decoder_config
+from trainkit.weights.hub.configs import get_family, get_text_values, read_decoder_config
 from trainkit.weights.hub.families import FAMILIES, Family
 from trainkit.weights.hub.links import (
     HFTensor,
@@ -42,6 +42,7 @@ from trainkit.weights.hub.links import (
 )
 from trainkit.weights.hub.quantized import QuantizedTensor, dequantize_weights, find_quantized
 from trainkit.weights.hub.resize import resize_weights
+from trainkit.weights.hub.towers import rename_tower
 
 CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 4 * 1024 * 1024  # some files list thousands of labels
@@ -163,13 +164,17 @@ def open_folder(
         )
     values = parse_untrusted_table(read_bounded(file, _MAX_CONFIG_BYTES, shared=True), file)
     config = read_decoder_config(values, where=str(file), families=families, context=context)
-    # Without the key: the default of `transformers` for Llama.
-    full_context = values.get("max_position_embeddings", config.max_length or 2048)
+    family = get_family(values["model_type"], where=str(file), families=families)
+    # Without the key: the default of `transformers` for the family, or for Llama.
+    full_context = get_text_values(values, family, []).get(
+        "max_position_embeddings",
+        family.defaults.get("max_position_embeddings", config.max_length or 2048),
+    )
     if type(full_context) is not int:
         raise ConfigError(f"{file}: max_position_embeddings is no number", where=str(file))
     return HFFolder(
         path=Path(path),
-        family=get_family(values["model_type"], where=str(file), families=families),
+        family=family,
         config=config,
         values=values,
         # The short factors of LongRoPE hold for texts up to their length, `reach`.
@@ -650,6 +655,8 @@ def add_model_prefix(
         >>> add_model_prefix({"norm.weight": 1}, get_family("llama"), make_decoder_config("tiny"))
         {'model.norm.weight': 1}
     """
+    if family.tower is not None:
+        return rename_tower(tensors, family.tower)
     # A class without a head (`LlamaModel`) has "layers.0..." where the one with a head has
     # "model.layers.0...".
     embedding, head = _get_end_names(family, config)
