@@ -367,8 +367,9 @@ def make_theirs(row):
     config = make_config(copy.deepcopy(values))  # it writes into its argument
     torch.manual_seed(0)
     config._attn_implementation = "eager"
-    default = f"{kind.removesuffix('Text')}{'ForConditionalGeneration' if outer else 'ForCausalLM'}"
-    theirs = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else default)(config).eval()
+    name = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind.removesuffix('Text')}ForCausalLM"
+    name = f"{kind}ForConditionalGeneration" if outer else name
+    theirs = getattr(transformers, name)(config).eval()
     fill(theirs)
     return theirs
 
