@@ -347,6 +347,8 @@ BESIDE = {
     "qwen3_moe every other layer",
     "deepseek_v3 wide values",
     "glm4_moe",
+    "qwen3_next, tied, some layers",
+    "qwen3_5 tied",
 }
 FEW = [pytest.param(row, marks=pytest.mark.only_all if row in BESIDE else ()) for row in ROWS]
 
@@ -356,15 +358,21 @@ def load_transformers():
     return pytest.importorskip("transformers")
 
 
-def make_theirs(row):
-    """Return a tiny model whose norms and biases differ from their initial values."""
-    transformers = load_transformers()
+def make_config(row):
+    """Return the configuration of a tiny model."""
     kind, changes, *outer = (ROWS | TOWERS)[row]
     values = (OF_GPT2 if kind == "GPT2" else SIZES) | changes
     if outer:
         values = outer[0] | {"text_config": values}
-    make_config = getattr(transformers, f"{kind}Config").from_dict
-    config = make_config(copy.deepcopy(values))  # it writes into its argument
+    make = getattr(load_transformers(), f"{kind}Config").from_dict
+    return make(copy.deepcopy(values))  # it writes into its argument
+
+
+def make_theirs(row):
+    """Return a tiny model whose norms and biases differ from their initial values."""
+    transformers = load_transformers()
+    kind, _, *outer = (ROWS | TOWERS)[row]
+    config = make_config(row)
     torch.manual_seed(0)
     config._attn_implementation = "eager"
     name = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind.removesuffix('Text')}ForCausalLM"
