@@ -906,7 +906,7 @@ MISTAKES = [
         (
             "rotary.py",
             "the bounds of YaRN are always whole",
-            "    if scaling.truncate:\n",
+            "    if not scaling.fractional:\n",
             "    if scaling:\n",
             "tests/weights/hub/test_families.py",
         ),

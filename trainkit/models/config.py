@@ -68,8 +68,8 @@ class YarnScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float = 1.0
-    truncate: bool = True
-    """Whether the ends of the ramp are rounded to whole pairs; not in gpt-oss."""
+    fractional: bool = False
+    """Whether the ends of the ramp are not rounded to whole pairs (gpt-oss)."""
 
     def __attrs_post_init__(self) -> None:
         is_valid = 1 <= self.factor < math.inf and 1 <= self.original_length < math.inf
@@ -280,6 +280,9 @@ class Latents:
     values: int = attrs.field(validator=_POSITIVE)
     """The size of a head of values (DeepSeek: v_head_dim)."""
 
+    norm_eps: float | None = attrs.field(default=None, validator=optional(_POSITIVE))
+    """Added to the mean square in the norms of latents; that of the other norms when None."""
+
 
 @attrs.frozen(kw_only=True)
 class Delta:
@@ -421,8 +424,9 @@ class Experts:
     """The bound c of the inner values of experts (gpt-oss): with g = min(gate, c) and u = up in
     [-c, c], their product is (u + 1) * g * sigmoid(sigmoid_scale * g). None for a SwiGLU."""
 
-    sigmoid_scale: float = attrs.field(default=1.702, validator=_POSITIVE)
-    """The factor inside of the sigmoid where there is a `clamp`; 1.702 approximates GELU."""
+    sigmoid_scale: float | None = attrs.field(default=None, validator=optional(_POSITIVE))
+    """The factor inside of the sigmoid where there is a `clamp`: 1.702 approximates GELU, and None
+    is 1."""
 
     def __attrs_post_init__(self) -> None:
         try:
@@ -442,6 +446,13 @@ class Experts:
                 "Experts: a clamp is for gated experts with silu",
                 where="clamp",
                 got=attrs.asdict(self),
+            )
+        if self.clamp is None and self.sigmoid_scale is not None:
+            raise ConfigError(
+                "Experts: sigmoid_scale is for experts with a clamp, got "
+                f"{self.sigmoid_scale} without; set clamp, or leave sigmoid_scale out",
+                where="sigmoid_scale",
+                got=self.sigmoid_scale,
             )
         if self.shared_gate and not self.shared:
             raise ConfigError(
@@ -530,6 +541,9 @@ class DecoderConfig:
         delta: The layers with the gated delta rule in place of attention (Qwen3-Next).
         attention_sinks: Whether each head has a learned logit in the denominator of its softmax
             (gpt-oss); see `attention.add_sink`.
+        causal: Whether a token sees no token after itself; False for encoders.
+        classes: The outputs of a head that classifies or rewards documents, in place of one output
+            for each token id; None for the latter. See `objectives.classify`.
 
     Raises:
         ValueError: A value is out of its range; the message names it.
@@ -573,6 +587,8 @@ class DecoderConfig:
     no_rope_every: int | None = None
     delta: Delta | None = None
     attention_sinks: bool = False
+    causal: bool = True
+    classes: int | None = None
 
     def __attrs_post_init__(self) -> None:
         for field in ("vocab_size", "width", "layers", "heads", "kv_heads", "mlp_width"):
@@ -634,6 +650,10 @@ class DecoderConfig:
         self._require(
             "feed_forward", "left out, with experts, which have gated and activation", ok=ok
         )
+        self._require("tied", "False, with a head of classes", ok=not (self.tied and self.classes))
+        for field in ("latents", "sliding", "delta"):
+            ok = self.causal or getattr(self, field) is None
+            self._require(field, "left out, where attention is not causal", ok=ok)
         sliding_theta = self.sliding and self.sliding.rope_theta
         rotary = self.rope_scaling or self.rotary_dim or sliding_theta or self.no_rope_every
         ok = self.positions is None or not rotary
@@ -651,6 +671,7 @@ class DecoderConfig:
             "residual_scale",
             "logit_divisor",
             "no_rope_every",
+            "classes",
         ):
             value = getattr(self, field)
             self._require(field, "above 0", ok=value is None or 0 < value < math.inf)
@@ -658,6 +679,11 @@ class DecoderConfig:
     def _require(self, field: str, rule: str, *, ok: bool) -> None:
         if not ok:
             raise ValueError(f"DecoderConfig: {field} must be {rule}, got {getattr(self, field)}")
+
+    @property
+    def outputs(self) -> int:
+        """The rows of the head: the number of token ids, or of classes."""
+        return self.classes or self.vocab_size
 
     @property
     def head_size(self) -> int:
@@ -774,7 +800,7 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     shapes |= _norm_shapes("norm", width, config)
     # A tied model has one matrix for both, under the embedding's name.
     if not config.tied:
-        shapes["head.weight"] = (config.vocab_size, width)
+        shapes["head.weight"] = (config.outputs, width)
     return shapes
 
 

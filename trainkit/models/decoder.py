@@ -133,6 +133,7 @@ class Attention(nn.Module):
         self.head_size = size
         self.attend = attend
         self.scale = scale  # None: the kernel's default, 1 / sqrt(head_size)
+        self.causal = config.causal
         self.window = window
         self.softcap = config.score_softcap
         self.wq = Linear(config.width, config.heads * size, bias=config.qkv_bias)
@@ -177,6 +178,8 @@ class Attention(nn.Module):
         attend = attend or self.attend
         if self.sinks is not None:
             attend = partial(attend, sinks=self.sinks)
+        if not self.causal:
+            attend = partial(attend, causal=False)
         out = attend(
             q,
             k,
@@ -389,7 +392,7 @@ class Decoder(nn.Module):
         if not config.tied:
             self.head = Head(
                 config.width,
-                config.vocab_size,
+                config.outputs,
                 output=head,
                 softcap=config.logit_softcap,
             )

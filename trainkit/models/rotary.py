@@ -63,7 +63,7 @@ def _find_unscaled(frequencies: Tensor, scaling: YarnScaling, *, theta: float) -
     first = find_pair(scaling.beta_fast)
     last = find_pair(scaling.beta_slow)
     # The bounds, among them head_dim - 1 and not the last pair, are those of DeepSeek's code.
-    if scaling.truncate:
+    if not scaling.fractional:
         first, last = math.floor(first), math.ceil(last)
     first = max(first, 0)
     last = min(last, head_dim - 1)

@@ -183,6 +183,16 @@ def _find_length_problems(
 ) -> Iterator[ConfigError]:
     if rows is None:
         return
+    # Padding up to a multiple is in its document's span, where causal attention does not see it.
+    if model is not None and not model.causal and (rows.multiple_of > 1 or layout.ring > 1):
+        yield ConfigError(
+            f"attention that is not causal would see the padding of documents, and multiple_of = "
+            f"{rows.multiple_of} with ring = {layout.ring}; set both to 1, and split rows with "
+            "ulysses",
+            where="multiple_of",
+            got=rows.multiple_of,
+            want=1,
+        )
     # Zigzag: rank r of the ring has the parts r and 2 * ring - 1 - r of every document.
     chunks = 2 * layout.ring if layout.ring > 1 else 1
     if rows.multiple_of % chunks:

@@ -21,6 +21,7 @@ from trainkit.weights.checkpoint import (
     open_saver,
     verify_checkpoint,
 )
+from trainkit.weights.checkpoint.facts import ResumeRules, compare_facts
 
 STEPS = 4
 
@@ -455,3 +456,13 @@ def test_a_table_of_facts_tells_which_entries_changed(tmp_path):
         resume(later | {"an option": True})
     with pytest.raises(CheckpointError, match="and 4 more places in data"):
         resume({})
+
+
+def test_an_option_of_a_record_in_a_table_that_was_added_later_and_is_off_is_no_change():
+    saved = {"model": {"experts": {"count": 8}, "width": 4}}
+    added = {"count": 8, "bias": False, "clamp": None}
+    live = {"model": {"experts": added, "width": 4}}
+    assert compare_facts(saved, live, ResumeRules()) == ([], [])
+    live["model"]["experts"]["bias"] = True
+    (error,), _ = compare_facts(saved, live, ResumeRules())
+    assert error.startswith("model: experts was changed")

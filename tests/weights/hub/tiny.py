@@ -61,6 +61,14 @@ OF_DEEPSEEK = {
     "qk_nope_head_dim": 10,
     "v_head_dim": 6,
 }
+# Norms of latents have another epsilon than these, which is large enough to show.
+OF_GLM_LITE = {
+    **{key: x for key, x in OF_DEEPSEEK.items() if key != "first_k_dense_replace"},
+    "rms_norm_eps": 1e-3,
+    "routed_scaling_factor": 1.8,
+    "n_group": 1,
+    "topk_group": 1,
+}
 OF_GLM = {
     "num_hidden_layers": 3,
     "moe_intermediate_size": 16,
@@ -198,6 +206,14 @@ ROWS = {
     "qwen3": ("Qwen3", PLAIN | {"head_dim": 12, "tie_word_embeddings": True}),
     "phi3": ("Phi3", PLAIN | {"pad_token_id": None, "eos_token_id": 1}),
     "mixtral": ("Mixtral", PLAIN | {"num_local_experts": 4}),
+    "granitemoe": ("GraniteMoe", PLAIN | OF_GRANITE | {"num_local_experts": 4}),
+    "granitemoe tied": (
+        "GraniteMoe",
+        LLAMA3
+        | OF_GRANITE
+        | {"tie_word_embeddings": True, "embedding_multiplier": 0.5, "residual_multiplier": 2.0}
+        | {"num_local_experts": 6, "num_experts_per_tok": 3, "attention_bias": True},
+    ),
     "qwen3_moe": ("Qwen3Moe", PLAIN | OF_QWEN3_MOE | {"norm_topk_prob": True}),
     "qwen3_moe some layers": (
         "Qwen3Moe",
@@ -207,6 +223,14 @@ ROWS = {
     "deepseek_v3 wide values": (
         "DeepseekV3",
         PLAIN | OF_DEEPSEEK | {"v_head_dim": 24, "first_k_dense_replace": 0},
+    ),
+    "glm4_moe_lite": ("Glm4MoeLite", PLAIN | OF_GLM_LITE),
+    "glm4_moe_lite tied, no query rank": (
+        "Glm4MoeLite",
+        PLAIN
+        | OF_GLM_LITE
+        | {"tie_word_embeddings": True, "q_lora_rank": None}
+        | {"mlp_layer_types": ["dense", "dense", "sparse"]},
     ),
     "glm4_moe": (
         "Glm4Moe",
@@ -341,6 +365,8 @@ BESIDE = {
     "olmo3 tied, all see",
     "smollm3 untied, every other layer, biases",
     "granite tied",
+    "granitemoe tied",
+    "glm4_moe_lite tied, no query rank",
     "gpt2 untied",
     "phi3 longrope, short",
     "qwen3_moe",

@@ -184,16 +184,21 @@ def compare_facts(
     return [*errors, *tables] if errors else [], messages
 
 
+def _is_same(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    a, b = old.get(key), new.get(key)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return all(_is_same(each, a, b) for each in a.keys() | b.keys())
+    # An option that was added later and is off is not a change, also in a table inside of one.
+    return a == b or (key not in old and b is False)
+
+
 def _diff_fact(name: str, old: Any, new: Any) -> list[str]:
     """Return the differences of a fact; of a table the first few keys."""
     if not (isinstance(new, dict) and isinstance(old, dict)):
         if old == new:
             return []
         return [f"its {name} is {_truncate(old)}, the run's is {_truncate(new)}"]
-    # An option that was added later and is off is not a change.
-    added_and_off = {key for key in new.keys() - old.keys() if new[key] is False}
-    keys = sorted((old.keys() | new.keys()) - added_and_off)
-    changed = [key for key in keys if old.get(key) != new.get(key)]
+    changed = [key for key in sorted(old.keys() | new.keys()) if not _is_same(key, old, new)]
     differences = [
         f"{name}: {key} was added"
         if key not in old

@@ -604,6 +604,9 @@ def _normalize(config: DecoderConfig) -> DecoderConfig:
     changes: dict[str, Any] = {"dropout": 0.0}
     if config.latents is None:
         changes["head_dim"] = config.head_size
+    else:
+        eps = config.latents.norm_eps or config.norm_eps
+        changes["latents"] = attrs.evolve(config.latents, norm_eps=eps)
     if experts is not None:
         changes["experts"] = attrs.evolve(experts, jitter=0.0)
         # Without a dense layer the width of dense layers has no effect.

@@ -597,6 +597,42 @@ _MIXTRAL = Family(
 )
 
 
+# The experts of a layer are one tensor, with the gates above the others.
+_GRANITE_INPUTS = HFTensor("block_sparse_moe.input_linear.weight", fused=True, rows=1)
+_GRANITE_EXPERTS = _block(
+    {
+        "mlp.router.weight": "block_sparse_moe.router.layer.weight",
+        "mlp.experts.gate": _GRANITE_INPUTS,
+        "mlp.experts.up": _GRANITE_INPUTS,
+        "mlp.experts.down": "block_sparse_moe.output_linear.weight",
+    }
+)
+
+# "Granite 3.0 Language Models" (2024): experts with softmax routing in each layer.
+_GRANITE_MOE = Family(
+    model_type="granitemoe",
+    models="Granite 3 MoE",
+    architecture="GraniteMoeForCausalLM",
+    keys={
+        **_KEYS,
+        **_GRANITE_KEYS,
+        "attention_bias": ("qkv_bias", "out_bias"),
+        "intermediate_size": ("mlp_width", "experts.width"),
+        "num_local_experts": "experts.count",
+        "num_experts_per_tok": "experts.top_k",
+    },
+    defaults={
+        **_DEFAULTS,
+        **dict.fromkeys(_GRANITE_KEYS, 1.0),
+        "attention_bias": False,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    only=_SILU,
+    names=lambda _: _NAMES | _GRANITE_EXPERTS,
+)
+
+
 def _first_layers(value: Any, _: Mapping[str, Any]) -> int:
     """Return the number of layers without experts, which must be the first ones."""
     layers: list[int] = [] if value is None else value
@@ -673,6 +709,10 @@ _SIGMOID: dict[str, Any] = {
 }
 
 
+# The norms of latents always have this epsilon.
+_LATENT_SIGMOID = {**_SIGMOID, "fixed": {**_SIGMOID["fixed"], "latents.norm_eps": 1e-6}}
+
+
 def _deepseek_names(config: DecoderConfig) -> dict[str, HFTensor]:
     assert config.latents is not None
     # With a rank, queries pass a latent: q_a_proj, a norm, q_b_proj. Smaller models have none.
@@ -709,7 +749,6 @@ _DEEPSEEK_V3 = Family(
     defaults={**_DEFAULTS, "norm_topk_prob": True, "q_lora_rank": None},
     only={
         **_NO_BIAS,
-        "rms_norm_eps": (1e-6,),  # the norms of its latents always have this one
         "rope_interleave": (True,),
         "moe_layer_freq": (1,),
         "scoring_func": ("sigmoid",),
@@ -718,7 +757,47 @@ _DEEPSEEK_V3 = Family(
     },
     ignored_keys=frozenset({"ep_size", "aux_loss_alpha", "seq_aux", "head_dim", "qk_head_dim"}),
     names=_deepseek_names,
-    **_SIGMOID,
+    **_LATENT_SIGMOID,
+)
+
+
+def _read_sparse(value: Any, config: Mapping[str, Any]) -> int:
+    """Return the first layer with experts, from the list of each layer's kind of MLP."""
+    if value is None:
+        if config.get("first_k_dense_replace", 1) != 1:
+            raise ValueError("without it the first layer alone is dense in transformers")
+        return 1
+    layers = config["num_hidden_layers"]
+    first = value.index("sparse") if "sparse" in value else len(value)
+    if value != ["dense"] * first + ["sparse"] * (layers - first):
+        raise ValueError(f"{layers} layers, dense ones and then sparse ones, are supported")
+    return first
+
+
+# "GLM-4.7-Flash" (2026): the layers of DeepSeek-V3.
+_GLM4_MOE_LITE = attrs.evolve(
+    _DEEPSEEK_V3,
+    model_type="glm4_moe_lite",
+    models="GLM-4.7-Flash",
+    architecture="Glm4MoeLiteForCausalLM",
+    keys={
+        **{key: x for key, x in _DEEPSEEK_V3.keys.items() if key != "first_k_dense_replace"},
+        "mlp_layer_types": Key(
+            "experts.first",
+            _read_sparse,
+            lambda first, config: ["dense"] * first + ["sparse"] * (config.layers - first),
+        ),
+    },
+    defaults={
+        **_DEEPSEEK_V3.defaults,
+        "rms_norm_eps": 1e-5,
+        "mlp_layer_types": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.8,
+        "n_shared_experts": 1,
+    },
+    ignored_keys=_DEEPSEEK_V3.ignored_keys | {"first_k_dense_replace"},
 )
 
 
@@ -1092,9 +1171,11 @@ FAMILIES = (
     _GRANITE,
     _GPT2,
     _MIXTRAL,
+    _GRANITE_MOE,
     _QWEN3_MOE,
     _DEEPSEEK_V3,
     _GLM4_MOE,
+    _GLM4_MOE_LITE,
     _GPT_OSS,
     _QWEN3_NEXT,
     _QWEN3_5,

@@ -284,7 +284,7 @@ def _make_yarn(options: Mapping[str, Any], *, has_latents: bool) -> YarnScaling:
         beta_fast=float(options.get("beta_fast") or 32),  # the defaults of the paper
         beta_slow=float(options.get("beta_slow") or 1),
         mscale=mscale,
-        truncate=options.get("truncate", True),
+        fractional=not options.get("truncate", True),
     )
 
 
@@ -317,7 +317,7 @@ def _write_scaling(config: DecoderConfig) -> dict[str, Any]:
                 "original_max_position_embeddings": scaling.original_length,
                 "beta_fast": scaling.beta_fast,
                 "beta_slow": scaling.beta_slow,
-                "truncate": scaling.truncate,
+                "truncate": not scaling.fractional,
             }
             if config.latents is not None:
                 return {**values, "mscale": scaling.mscale, "mscale_all_dim": scaling.mscale}
