@@ -152,7 +152,21 @@ class LongRopeScaling:
         return self.long if self.context > self.original_length else self.short
 
 
-RopeScaling = Llama3Scaling | YarnScaling | LinearScaling | LongRopeScaling
+@attrs.frozen
+class ProportionalScaling:
+    """Rotary positions of a part of each head, with the wavelengths of all of it (Gemma 4).
+
+    The first pairs of a head turn as they would without it, and the others do not turn.
+
+    Examples:
+        >>> ProportionalScaling(part=0.25).part
+        0.25
+    """
+
+    part: float = attrs.field(validator=satisfies(lambda x: 0 < x <= 1, "above 0 and at most 1"))
+
+
+RopeScaling = Llama3Scaling | YarnScaling | LinearScaling | LongRopeScaling | ProportionalScaling
 """The scaling of rotary wavelengths for a longer context."""
 
 
@@ -190,6 +204,30 @@ class Sliding:
         # Counted from layer 0, also if windows start at a later layer.
         full = self.full_every
         return [i for i in range(self.first, layers) if not full or (i + 1) % full]
+
+
+@attrs.frozen(kw_only=True)
+class FullHeads:
+    """The heads of layers with full attention, where those of sliding layers differ (Gemma 4).
+
+    Raises:
+        ConfigError: A value is out of its range.
+
+    Examples:
+        >>> FullHeads(size=512, kv_heads=4, tied_values=True).size
+        512
+    """
+
+    size: int = attrs.field(
+        validator=satisfies(lambda value: value >= 2 and value % 2 == 0, "even and at least 2")
+    )
+    """The size of a head."""
+
+    kv_heads: int = attrs.field(validator=_POSITIVE)
+    """The number of key and value heads."""
+
+    tied_values: bool = False
+    """Whether values are the projections of the keys, before their norm and positions."""
 
 
 @attrs.frozen(kw_only=True)
@@ -534,6 +572,9 @@ class DecoderConfig:
         score_softcap: c, where a score s becomes c * tanh(s / c) (Gemma 2).
         logit_softcap: The same for logits.
         embedding_scale: The factor of embeddings, rounded to their dtype (Gemma).
+        full_heads: The heads of layers without a sliding window; None for those of all layers.
+        value_norm: Whether values are normalized, per head and without a weight (Gemma 4).
+        layer_scales: Whether the output of each layer has a constant factor, a buffer (Gemma 4).
         residual_scale: The factor of what attention and the MLP add to the stream (Granite).
         logit_divisor: What logits are divided by (Granite).
         no_rope_every: Layers no_rope_every - 1, 2 * no_rope_every - 1, and so on have no positions
@@ -589,6 +630,9 @@ class DecoderConfig:
     attention_sinks: bool = False
     causal: bool = True
     classes: int | None = None
+    full_heads: FullHeads | None = None
+    value_norm: bool = False
+    layer_scales: bool = False
 
     def __attrs_post_init__(self) -> None:
         for field in ("vocab_size", "width", "layers", "heads", "kv_heads", "mlp_width"):
@@ -641,6 +685,14 @@ class DecoderConfig:
         self._check_options()
 
     def _check_options(self) -> None:
+        if self.full_heads is not None:
+            # Tables of rotary positions are made for sliding layers and for all others.
+            has_theta = self.sliding is not None and self.sliding.rope_theta is not None
+            ok = has_theta and not (self.latents or self.rotary_dim or self.qk_norm == "wide")
+            rule = "with sliding layers that have a rope_theta, and without latents, rotary_dim, "
+            self._require("full_heads", rule + "wide norms", ok=ok)
+            ok = self.heads % self.full_heads.kv_heads == 0
+            self._require("full_heads", f"of kv_heads that divide heads = {self.heads}", ok=ok)
         # Options that are valid alone, and that no layer implements together.
         self._require("qk_norm", "False, True or 'wide'", ok=self.qk_norm in (False, True, "wide"))
         # `WideNorm`, over the heads of all ranks, exists as an RMSNorm only.
@@ -679,6 +731,14 @@ class DecoderConfig:
     def _require(self, field: str, rule: str, *, ok: bool) -> None:
         if not ok:
             raise ValueError(f"DecoderConfig: {field} must be {rule}, got {getattr(self, field)}")
+
+    def for_layer(self, layer: int) -> DecoderConfig:
+        """Return the configuration with the heads of a layer; `full_heads` is None if it slides."""
+        if self.full_heads is None:
+            return self
+        if layer in self.sliding_layers:
+            return attrs.evolve(self, full_heads=None)
+        return attrs.evolve(self, head_dim=self.full_heads.size, kv_heads=self.full_heads.kv_heads)
 
     @property
     def outputs(self) -> int:
@@ -760,6 +820,7 @@ PARTS = {
     "norms": Norms,
     "feed_forward": FeedForward,
     "sliding": Sliding,
+    "full_heads": FullHeads,
     "delta": Delta,
 }
 """The records inside a `DecoderConfig`, by the field's name."""
@@ -782,7 +843,6 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     for name in ["norm"] * norms.before + ["out_norm"] * norms.after:
         for half in ("attention", "mlp"):
             block |= _norm_shapes(f"{half}_{name}", width, config)
-    attention = _attention_shapes(config)
     delta = dict[str, tuple[int, ...]]()
     if config.delta is not None:
         delta = _delta_shapes(width, config.delta)
@@ -793,7 +853,7 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         shapes["positions.weight"] = (config.positions, width)
     # A sliding window and rotary positions have no parameters.
     for i in range(config.layers):
-        mixer = delta if i in config.delta_layers else attention
+        mixer = delta if i in config.delta_layers else _attention_shapes(config.for_layer(i))
         layer = block | {f"attention.{name}": shape for name, shape in mixer.items()}
         layer |= expert_mlp if i in config.expert_layers else mlp
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
@@ -838,8 +898,11 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     }
     if config.attention_gate:
         shapes["wg.weight"] = (q_width, width)
+    if config.full_heads is not None and config.full_heads.tied_values:
+        del shapes["wv.weight"]
     if config.qkv_bias:
-        shapes |= {f"w{x}.bias": shapes[f"w{x}.weight"][:1] for x in "qkv"}
+        weights = {x: shapes[f"w{x}.weight"] for x in "qkv" if f"w{x}.weight" in shapes}
+        shapes |= {f"w{x}.bias": shape[:1] for x, shape in weights.items()}
     if config.out_bias:
         shapes["wo.bias"] = (width,)
     if config.attention_sinks:

@@ -825,6 +825,138 @@ GPT2 = {
     "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
     "vocab_size": 50257,
 }
+GEMMA3_4B = {  # it has no key for what is the default of `transformers`
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "initializer_range": 0.02,
+    "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.50.0.dev0",
+    "vision_config": {
+        "hidden_size": 1152,
+        "image_size": 896,
+        "intermediate_size": 4304,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "patch_size": 14,
+        "vision_use_head": False,
+    },
+}
+QWEN3_VL_4B = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "image_token_id": 151655,
+    "model_type": "qwen3_vl",
+    "text_config": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "dtype": "bfloat16",
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2560,
+        "initializer_range": 0.02,
+        "intermediate_size": 9728,
+        "max_position_embeddings": 262144,
+        "model_type": "qwen3_vl_text",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "mrope_interleaved": True,
+            "mrope_section": [24, 20, 20],
+            "rope_type": "default",
+        },
+        "rope_theta": 5000000,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "vocab_size": 151936,
+    },
+    "tie_word_embeddings": True,
+    "transformers_version": "4.57.0.dev0",
+    "video_token_id": 151656,
+    "vision_config": {
+        "deepstack_visual_indexes": [5, 11, 17],
+        "depth": 24,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 1024,
+        "in_channels": 3,
+        "initializer_range": 0.02,
+        "intermediate_size": 4096,
+        "model_type": "qwen3_vl",
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": 2560,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+    "vision_end_token_id": 151653,
+    "vision_start_token_id": 151652,
+}
+_QWEN3_5_WHOLE = {
+    "image_token_id": 248056,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.57.0.dev0",
+    "video_token_id": 248057,
+    "vision_config": {
+        "deepstack_visual_indexes": [],
+        "depth": 27,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "in_channels": 3,
+        "initializer_range": 0.02,
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": 5120,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+    "vision_end_token_id": 248054,
+    "vision_start_token_id": 248053,
+}
+QWEN3_5_27B = _QWEN3_5_WHOLE | {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "language_model_only": False,
+    "model_type": "qwen3_5",
+    "text_config": QWEN3_5,
+}
+QWEN3_5_35B = _QWEN3_5_WHOLE | {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "text_config": QWEN3_5_MOE,
+}
+# The sizes that a small model needs; all other keys stay as they are, and none is added.
+TOWERS = {
+    "gemma-3-4b-it": (
+        GEMMA3_4B,
+        {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 7},
+        {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 28},
+    ),
+    "Qwen3-VL-4B": (
+        QWEN3_VL_4B,
+        {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2},
+        {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "out_hidden_size": 32}
+        | {"deepstack_visual_indexes": [0]},
+    ),
+}
 FORMS = {
     "Llama-3.2-1B": LLAMA,
     "TinyLlama": TINYLLAMA,
@@ -902,3 +1034,24 @@ def shrunk(name):
             for key, value in values["rope_scaling"].items()
         }
     return small
+
+
+# Whose text alone is in `FORMS`.
+TOWERS |= {
+    name: (
+        values,
+        shrunk(name) | {"model_type": values["text_config"]["model_type"]},
+        {"hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "depth": 1}
+        | {"out_hidden_size": 32},
+    )
+    for name, values in {"Qwen3.5-27B": QWEN3_5_27B, "Qwen3.5-35B-A3B": QWEN3_5_35B}.items()
+}
+
+
+def shrink_tower(name):
+    """Return a published `config.json` of a multimodal model with smaller towers."""
+    values, text, vision = TOWERS[name]
+    return values | {
+        "text_config": values["text_config"] | text,
+        "vision_config": values["vision_config"] | vision,
+    }

@@ -318,7 +318,46 @@ MROPE = {
         "mrope_interleaved": True,
     }
 }
+# As the dense model of 31B, but for sizes.
+OF_GEMMA4 = {
+    "pad_token_id": 0,  # needed by its class
+    "rms_norm_eps": 1e-6,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 6,
+    "final_logit_softcapping": 3.0,
+    "use_bidirectional_attention": "vision",
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 50.0,
+            "partial_rotary_factor": 0.25,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+    },
+}
+GEMMA4_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "patch_size": 4,
+    "position_embedding_size": 16,
+}
 TOWERS = {
+    "gemma4": ("Gemma4", OF_GEMMA4, {"vision_config": GEMMA4_VISION, "audio_config": None}),
+    "gemma4, untied, values of their own": (
+        "Gemma4",
+        OF_GEMMA4 | {"attention_k_eq_v": False, "attention_bias": True},
+        {"vision_config": GEMMA4_VISION, "audio_config": None, "tie_word_embeddings": False},
+    ),
     "gemma3 tower": (
         "Gemma3",
         LOCAL_ROPE | OF_GEMMA | {"num_hidden_layers": 7, "final_logit_softcapping": None},
@@ -375,8 +414,14 @@ BESIDE = {
     "glm4_moe",
     "qwen3_next, tied, some layers",
     "qwen3_5 tied",
+    "gemma3 tower, untied",
+    "qwen3_vl, untied",
+    "gemma4, untied, values of their own",
 }
-FEW = [pytest.param(row, marks=pytest.mark.only_all if row in BESIDE else ()) for row in ROWS]
+FEW = [
+    pytest.param(row, marks=pytest.mark.only_all if row in BESIDE else ())
+    for row in [*ROWS, *TOWERS]
+]
 
 
 def load_transformers():
@@ -405,6 +450,8 @@ def make_theirs(row):
     name = f"{kind}ForConditionalGeneration" if outer else name
     theirs = getattr(transformers, name)(config).eval()
     fill(theirs)
+    if "language_model" in dict(theirs.model.named_children()):
+        theirs.model.language_model.embed_tokens.padding_idx = None  # which has no gradient
     return theirs
 
 

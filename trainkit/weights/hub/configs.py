@@ -232,10 +232,6 @@ def get_text_values(
     off = [key for key, value in values.items() if value is None or value is False]
     unknown = values.keys() - known_keys - {*off}
     problems += [f"{key[:100]} is an unknown key" for key in sorted(unknown)]
-    text = dict(text)
-    for key in ("rope_scaling", "rope_parameters"):
-        if isinstance(text.get(key), dict):
-            text[key] = {k: x for k, x in text[key].items() if k not in tower.rope_keys}
     return text | {key: values[key] for key in _WHOLE if values.get(key) is not None}
 
 
@@ -329,9 +325,9 @@ def _find_key_problems(
         problem = find_quantization_problem(values["quantization_config"])
         problems += [problem] if problem else []
     problems += [
-        f"{key} is {short_repr(values[key])}, not {' or '.join(map(short_repr, allowed))}"
+        f"{key} is {short_repr(complete[key])}, not {' or '.join(map(short_repr, allowed))}"
         for key, allowed in family.only.items()
-        if values.get(key) is not None and not any(equal_json(values[key], x) for x in allowed)
+        if complete.get(key) is not None and not any(equal_json(complete[key], x) for x in allowed)
     ]
     problems += [f"{key} is missing" for key in family.keys if key not in complete]
     known_keys = family.known_keys | _IGNORED
@@ -573,10 +569,21 @@ def _find_mismatch(config: DecoderConfig, family: Family) -> str | None:
         read = read_decoder_config(values, families=[family], context=context)
     except ValueError as error:
         return str(error)
+    different = find_differences(config, read)
+    return f"its {', '.join(f'{k} is {x}' for k, x in different.items())}" if different else None
+
+
+def find_differences(config: DecoderConfig, other: DecoderConfig) -> dict[str, Any]:
+    """Return the fields of `other` by which it computes something else than `config`.
+
+    Examples:
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
+        >>> find_differences(*(make_decoder_config("tiny", layers=i) for i in (1, 2)))
+        {'layers': 2}
+    """
     want = _flatten(_normalize(config))
-    got = _flatten(_normalize(read))
-    different = sorted(name for name in want if want[name] != got[name])
-    return f"its {', '.join(f'{x} is {got[x]}' for x in different)}" if different else None
+    got = _flatten(_normalize(other))
+    return {name: got[name] for name in sorted(want) if want[name] != got[name]}
 
 
 def _flatten(config: DecoderConfig) -> dict[str, Any]:
@@ -651,6 +658,14 @@ def write_decoder_config(
         ['LlamaForCausalLM']
     """
     family = family or match_family(config)
+    if family.tower is not None:
+        raise ConfigError(
+            f"write_decoder_config: {family.model_type} is a multimodal model, of which the "
+            f"decoder is a part: {family.tower.model_type}",
+            where="family",
+            got=family.model_type,
+            hint="export_folder(base=) takes the rest from the folder that the decoder came from",
+        )
     reason = _find_mismatch(config, family)
     if reason is not None:
         raise ConfigError(

@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from trainkit.models.config import DecoderConfig
+from trainkit.models.config import DecoderConfig, FullHeads
 from trainkit.weights.hub.links import HFTensor
 from trainkit.weights.hub.towers import BODY, Tower
 
@@ -344,6 +344,8 @@ _GEMMA2 = Family(
     names=lambda _: _NAMES | _NORMS_AROUND,
 )
 
+
+_GEMMA3_ONLY = frozenset({"query_pre_attn_scalar", "sliding_window_pattern"})
 
 # "Gemma 3 Technical Report" (2025): norms of queries and keys in place of the soft cap of scores;
 # five sliding layers, with a theta of their own, for each full one.
@@ -1045,6 +1047,92 @@ _QWEN3_5_MOE = Family(
 )
 
 
+def _read_full_heads(_: Any, values: Mapping[str, Any]) -> FullHeads:
+    """Return the heads of full layers, from either form of the file."""
+    size, kv_heads = values["global_head_dim"], values["num_key_value_heads"]
+    tied_values = values["attention_k_eq_v"]
+    if not isinstance(tied_values, bool):
+        raise TypeError("attention_k_eq_v must be true or false")
+    if tied_values and values["num_global_key_value_heads"] is not None:
+        kv_heads = values["num_global_key_value_heads"]
+    # `transformers` 5.24 writes these, for each full layer by its index, in place of the two keys.
+    layers = values["per_layer_config"]
+    if layers is not None:
+        full = [str(i) for i, x in enumerate(values["layer_types"]) if x == "full_attention"]
+        changed = [layers[i] for i in full] if {*layers} == {*full} else []
+        if not changed or any(x != changed[0] for x in changed):
+            raise ValueError("it must have the same entries for each full layer, and no others")
+        size = changed[0].get("head_dim", values["head_dim"])
+        kv_heads = changed[0].get("num_key_value_heads", values["num_key_value_heads"])
+        if changed[0].keys() - {"head_dim", "num_key_value_heads"}:
+            raise ValueError("it must have head_dim and num_key_value_heads alone")
+    return FullHeads(size=_whole(size), kv_heads=_whole(kv_heads), tied_values=tied_values)
+
+
+def _write_full_heads(_: Any, config: DecoderConfig) -> dict[str, Any]:
+    assert config.full_heads is not None
+    full = {"head_dim": config.full_heads.size, "num_key_value_heads": config.full_heads.kv_heads}
+    return {str(i): full for i in range(config.layers) if i not in config.sliding_layers}
+
+
+def _write_tied_values(_: Any, config: DecoderConfig) -> bool:
+    return config.full_heads is not None and config.full_heads.tied_values
+
+
+# Gemma 4 (2026), as the dense model of 31B is: full layers have wider heads and fewer of keys,
+# whose projection is also the values'; values are normalized; scores are not divided. The smaller
+# ones have an embedding for each layer and layers that share keys and values, and 26B-A4B has
+# experts beside an MLP in each layer: these keys are refused.
+_GEMMA4 = Family(
+    model_type="gemma4_text",
+    architecture="Gemma4ForCausalLM",
+    keys={
+        **{k: x for k, x in _GEMMA3.keys.items() if k != "query_pre_attn_scalar"},
+        "per_layer_config": Key("full_heads", _read_full_heads, _write_full_heads),
+        "attention_k_eq_v": Key("full_heads", _read_full_heads, _write_tied_values),
+    },
+    defaults={
+        **{k: x for k, x in _GEMMA3.defaults.items() if k not in _GEMMA3_ONLY},
+        "sliding_window": 512,
+        "per_layer_config": None,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": None,
+        "attention_k_eq_v": False,
+        "hidden_size_per_layer_input": 256,
+        "rope_local_base_freq": 10_000.0,
+    },
+    fixed={
+        "norms.place": "around",
+        "qk_norm": True,
+        "value_norm": True,
+        "layer_scales": True,
+        "query_scalar": 1.0,
+        "embedding_scale": _GEMMA2.fixed["embedding_scale"],
+    },
+    only={
+        "hidden_size_per_layer_input": (0, None),
+        "num_kv_shared_layers": (0,),
+        "enable_moe_block": (False,),
+        # Of the tokens of an image; a text has none.
+        "use_bidirectional_attention": (None, "vision"),
+    },
+    ignored_keys=frozenset(
+        {
+            "vocab_size_per_layer_input",
+            "use_double_wide_mlp",
+            "num_experts",
+            "top_k_experts",
+            "moe_intermediate_size",
+        }
+    ),
+    ropes=("default", "proportional"),
+    needs_rope=True,
+    windows={"full_every": 6},
+    local_rope="rope_local_base_freq",
+    names=lambda _: _NAMES | _NORMS_AROUND | _block({"layer_scale": "layer_scalar"}),
+)
+
+
 # ------------------------------------------------------------------------------------------ towers
 
 # In the `config.json` of every multimodal model.
@@ -1058,7 +1146,6 @@ def _make_tower(
     architecture: str,
     tensors: Sequence[str],
     keys: Sequence[str] = (),
-    rope_keys: Sequence[str] = (),
     defaults: Mapping[str, Any],
 ) -> Family:
     """Return the family of multimodal models whose text tower is a decoder of the family `text`.
@@ -1069,7 +1156,6 @@ def _make_tower(
         architecture: Its class in `transformers`.
         tensors: Patterns of the tensors that are not the decoder's, under the names of any release.
         keys: Keys of the `config.json` besides those of all multimodal models.
-        rope_keys: See `Tower`.
         defaults: The values of missing keys that are others than those of `text`.
     """
 
@@ -1089,7 +1175,6 @@ def _make_tower(
         tower=Tower(
             model_type=text.model_type,
             keys=_OUTER_KEYS.union(keys),
-            rope_keys=frozenset(rope_keys),
             tensors=tensors,
         ),
     )
@@ -1122,15 +1207,41 @@ _GEMMA3_TOWER = _make_tower(
     },
 )
 
+_GEMMA4_TOWER = _make_tower(
+    _GEMMA4,
+    model_type="gemma4",
+    architecture="Gemma4ForConditionalGeneration",
+    tensors=(
+        "model.vision_tower.**",
+        "model.embed_vision.**",
+        "model.audio_tower.**",
+        "model.embed_audio.**",
+        "vision_tower.**",
+        "embed_vision.**",
+        "audio_tower.**",
+        "embed_audio.**",
+    ),
+    keys=(
+        "audio_config",
+        "audio_token_id",
+        "boa_token_id",
+        "boi_token_id",
+        "eoa_token_index",
+        "eoa_token_id",
+        "eoi_token_id",
+        "vision_soft_tokens_per_image",
+    ),
+    defaults={"max_position_embeddings": 131_072},
+)
+
 # "Qwen3-VL Technical Report" (2025). Its rotary positions have three sections, for time, height and
 # width: in a text all three are the index of the token.
 _QWEN3_VL = _make_tower(
-    attrs.evolve(_QWEN3, model_type="qwen3_vl_text", windows=None),
+    attrs.evolve(_QWEN3, model_type="qwen3_vl_text", windows=None, ropes=(*_QWEN3.ropes, "mrope")),
     model_type="qwen3_vl",
     architecture="Qwen3VLForConditionalGeneration",
     tensors=("visual.**", "model.visual.**"),
     keys=("vision_start_token_id", "vision_end_token_id"),
-    rope_keys=("mrope_section", "mrope_interleaved"),
     defaults={
         "num_key_value_heads": 32,
         "rope_theta": 500_000.0,
@@ -1180,10 +1291,12 @@ FAMILIES = (
     _QWEN3_NEXT,
     _QWEN3_5,
     _QWEN3_5_MOE,
-    _GEMMA3_TOWER,
-    _QWEN3_VL,
+    _GEMMA4,
     _QWEN3_5_WHOLE,
     _QWEN3_5_MOE_WHOLE,
+    _GEMMA3_TOWER,
+    _GEMMA4_TOWER,
+    _QWEN3_VL,
 )
 """Every family; of those that compute the same, the first is what is written."""
 
