@@ -7,7 +7,7 @@ an error. `ropes` reads the entries about rotary positions.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -229,9 +229,7 @@ def get_text_values(
         found = short_repr(text["model_type"])
         problems.append(f"{TEXT}: model_type is {found}, not {tower.model_type!r}")
     known_keys = {*tower.keys, *_IGNORED, *_WHOLE, TEXT}
-    off = [key for key, value in values.items() if value is None or value is False]
-    unknown = values.keys() - known_keys - {*off}
-    problems += [f"{key[:100]} is an unknown key" for key in sorted(unknown)]
+    problems += _find_unknown_keys(values, known_keys, family)
     return text | {key: values[key] for key in _WHOLE if values.get(key) is not None}
 
 
@@ -290,12 +288,15 @@ def _describe_nearest(
     model_type: str, values: Mapping[str, Any], families: Sequence[Family]
 ) -> str:
     """Return a clause that names the nearest family, and what of the file it does not have."""
+    text = values.get(TEXT)
+    values = {**(text if isinstance(text, dict) else {}), **values}
     present = values.keys() - _IGNORED
 
     def similarity(family: Family) -> float:
         # Alike names, squared because any two share some letters, and shared keys among those of
         # both: each from 0 to 1.
-        known = family.known_keys - _IGNORED
+        known = family.known_keys | (family.tower.keys | {TEXT} if family.tower else set())
+        known -= _IGNORED
         shared = len(present & known) / max(len(present | known), 1)
         alike = difflib.SequenceMatcher(None, model_type, family.model_type).ratio()
         return alike**2 + shared
@@ -332,17 +333,23 @@ def _find_key_problems(
     problems += [f"{key} is missing" for key in family.keys if key not in complete]
     known_keys = family.known_keys | _IGNORED
     known_keys |= {"auto_map", "trust_remote_code", "quantization_config"}
-    off = [key for key, value in values.items() if value is None or value is False]
-    unknown = values.keys() - known_keys - {*off}
-    for key in sorted(unknown):
-        who = list_who(lambda other, key=key: key in other.known_keys)
-        alike = difflib.get_close_matches(key, known_keys, n=1, cutoff=0.85)
-        alike = f", whose nearest is {alike[0]}" if alike and not who else ""
-        problems.append(
-            f"{key[:100]} is {short_repr(values[key])}, an unknown key of "
-            f"{family.model_type}{who or alike}"
-        )
+    problems += _find_unknown_keys(values, known_keys, family)
     return problems
+
+
+def _find_unknown_keys(
+    values: Mapping[str, Any], known_keys: Collection[str], family: Family
+) -> Iterator[str]:
+    """Yield a problem for each unknown key: with its value, and the families that have it."""
+    for key in sorted(values.keys() - known_keys):
+        if values[key] is None or values[key] is False:
+            continue
+        clue = list_who(lambda other, key=key: key in other.known_keys)
+        alike = difflib.get_close_matches(key, known_keys, n=1, cutoff=0.85)
+        if alike and not clue:
+            clue = f", whose nearest is {alike[0]}"
+        found = f"{key[:100]} is {short_repr(values[key])}"
+        yield f"{found}, an unknown key of {family.model_type}{clue}"
 
 
 def _is_own_code(auto_map: Any, family: Family) -> bool:

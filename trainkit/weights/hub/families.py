@@ -712,7 +712,10 @@ _SIGMOID: dict[str, Any] = {
 
 
 # The norms of latents always have this epsilon.
-_LATENT_SIGMOID = {**_SIGMOID, "fixed": {**_SIGMOID["fixed"], "latents.norm_eps": 1e-6}}
+_LATENT_SIGMOID: dict[str, Any] = {
+    **_SIGMOID,
+    "fixed": {**_SIGMOID["fixed"], "latents.norm_eps": 1e-6},
+}
 
 
 def _deepseek_names(config: DecoderConfig) -> dict[str, HFTensor]:
@@ -1085,6 +1088,7 @@ def _write_tied_values(_: Any, config: DecoderConfig) -> bool:
 # experts beside an MLP in each layer: these keys are refused.
 _GEMMA4 = Family(
     model_type="gemma4_text",
+    models="Gemma 4, text alone",
     architecture="Gemma4ForCausalLM",
     keys={
         **{k: x for k, x in _GEMMA3.keys.items() if k != "query_pre_attn_scalar"},
@@ -1143,6 +1147,7 @@ def _make_tower(
     text: Family,
     *,
     model_type: str,
+    models: str,
     architecture: str,
     tensors: Sequence[str],
     keys: Sequence[str] = (),
@@ -1153,6 +1158,7 @@ def _make_tower(
     Args:
         text: The family of the decoder; its `model_type` is that of the `text_config`.
         model_type: The name of the whole model in its `config.json`.
+        models: The models that people know it by.
         architecture: Its class in `transformers`.
         tensors: Patterns of the tensors that are not the decoder's, under the names of any release.
         keys: Keys of the `config.json` besides those of all multimodal models.
@@ -1168,6 +1174,7 @@ def _make_tower(
     return attrs.evolve(
         text,
         model_type=model_type,
+        models=models,
         architecture=architecture,
         defaults={**text.defaults, **defaults},
         names=names,
@@ -1189,6 +1196,7 @@ _GEMMA3_TOWER = _make_tower(
         only={**_GEMMA3.only, "final_logit_softcapping": (None,)},
     ),
     model_type="gemma3",
+    models="Gemma 3 (4B, 12B, 27B)",
     architecture="Gemma3ForConditionalGeneration",
     tensors=(
         "vision_tower.**",
@@ -1210,6 +1218,7 @@ _GEMMA3_TOWER = _make_tower(
 _GEMMA4_TOWER = _make_tower(
     _GEMMA4,
     model_type="gemma4",
+    models="Gemma 4",
     architecture="Gemma4ForConditionalGeneration",
     tensors=(
         "model.vision_tower.**",
@@ -1239,6 +1248,7 @@ _GEMMA4_TOWER = _make_tower(
 _QWEN3_VL = _make_tower(
     attrs.evolve(_QWEN3, model_type="qwen3_vl_text", windows=None, ropes=(*_QWEN3.ropes, "mrope")),
     model_type="qwen3_vl",
+    models="Qwen3-VL",
     architecture="Qwen3VLForConditionalGeneration",
     tensors=("visual.**", "model.visual.**"),
     keys=("vision_start_token_id", "vision_end_token_id"),
@@ -1257,12 +1267,14 @@ _QWEN3_5_TOWER: dict[str, Any] = {
 _QWEN3_5_WHOLE = _make_tower(
     _QWEN3_5,
     model_type="qwen3_5",
+    models="Qwen3.5 (2B, 27B)",
     architecture="Qwen3_5ForConditionalGeneration",
     **_QWEN3_5_TOWER,
 )
 _QWEN3_5_MOE_WHOLE = _make_tower(
     _QWEN3_5_MOE,
     model_type="qwen3_5_moe",
+    models="Qwen3.5 (35B-A3B, 397B-A17B)",
     architecture="Qwen3_5MoeForConditionalGeneration",
     **_QWEN3_5_TOWER,
 )
