@@ -977,6 +977,40 @@ GEMMA4_31B = {  # sizes and options of the dense model; the order of its keys is
         "patch_size": 16,
     },
 }
+_QWEN3_5_WHOLE = {
+    "image_token_id": 248056,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.57.0.dev0",
+    "video_token_id": 248057,
+    "vision_config": {
+        "deepstack_visual_indexes": [],
+        "depth": 27,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "in_channels": 3,
+        "initializer_range": 0.02,
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": 5120,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+    "vision_end_token_id": 248054,
+    "vision_start_token_id": 248053,
+}
+QWEN3_5_27B = _QWEN3_5_WHOLE | {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "language_model_only": False,
+    "model_type": "qwen3_5",
+    "text_config": QWEN3_5,
+}
+QWEN3_5_35B = _QWEN3_5_WHOLE | {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "text_config": QWEN3_5_MOE,
+}
 # The sizes that a small model needs; all other keys stay as they are, and none is added.
 TOWERS = {
     "gemma-3-4b-it": (
@@ -1077,6 +1111,18 @@ def shrunk(name):
             for key, value in values["rope_scaling"].items()
         }
     return small
+
+
+# Whose text alone is in `FORMS`.
+TOWERS |= {
+    name: (
+        values,
+        shrunk(name) | {"model_type": values["text_config"]["model_type"]},
+        {"hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "depth": 1}
+        | {"out_hidden_size": 32},
+    )
+    for name, values in {"Qwen3.5-27B": QWEN3_5_27B, "Qwen3.5-35B-A3B": QWEN3_5_35B}.items()
+}
 
 
 def shrink_tower(name):

@@ -191,6 +191,7 @@ def _read_scaling(
     if rope_type == "default":
         problems += [f"rope: {key} without a rope_type" for key in rope]
         return None
+    # The others of its names are no types: a part of each head, sections of an image.
     if rope_type not in family.ropes or rope_type not in _OPTIONS:
         problems.append(
             f"rope_type is {short_repr(rope_type)}, not {' or '.join(family.ropes)} of "
