@@ -362,6 +362,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "decoder with experts and sinks": partial(decoder_of, GPT_OSS_LIKE),
     "decoder with latents, none of queries": partial(decoder_of, NO_QUERY_RANK),
     "decoder with delta layers": partial(decoder_of, WITH_DELTA),
+    "decoder with adapters and delta layers": partial(
+        with_adapters, attrs.evolve(WITH_DELTA, layers=2)
+    ),
     "decoder with experts and delta layers": partial(with_experts, WITH_DELTA),
     "decoder like Gemma's": partial(decoder_of, GEMMA_LIKE),
     "decoder like OLMo 2's": partial(decoder_of, OLMO_LIKE),
@@ -708,6 +711,11 @@ _CASES: dict[str, list[LayoutCase]] = {
     ],
     "decoder with latents, none of queries": [*_ENDS[1:2], LayoutCase(Layout(ulysses=2, tp=2))],
     "decoder with delta layers": make_default_cases(),
+    "decoder with adapters and delta layers": [
+        LayoutCase(Layout(dp_shard=2, tp=2)),
+        LayoutCase(Layout(ring=2), recompute="full"),
+        LayoutCase(Layout(pp=2, ulysses=2)),
+    ],
     "decoder with experts and delta layers": [
         *_ENDS,
         LayoutCase(compiled=True),
