@@ -582,7 +582,8 @@ class DecoderConfig:
         delta: The layers with the gated delta rule in place of attention (Qwen3-Next).
         attention_sinks: Whether each head has a learned logit in the denominator of its softmax
             (gpt-oss); see `attention.add_sink`.
-        causal: Whether a token sees no token after itself; False for encoders.
+        bidirectional: Whether a token sees all of its document, as in encoders; by default it sees
+            no token after itself.
         classes: The outputs of a head that classifies or rewards documents, in place of one output
             for each token id; None for the latter. See `objectives.classify`.
 
@@ -628,7 +629,7 @@ class DecoderConfig:
     no_rope_every: int | None = None
     delta: Delta | None = None
     attention_sinks: bool = False
-    causal: bool = True
+    bidirectional: bool = False
     classes: int | None = None
     full_heads: FullHeads | None = None
     value_norm: bool = False
@@ -704,8 +705,8 @@ class DecoderConfig:
         )
         self._require("tied", "False, with a head of classes", ok=not (self.tied and self.classes))
         for field in ("latents", "sliding", "delta"):
-            ok = self.causal or getattr(self, field) is None
-            self._require(field, "left out, where attention is not causal", ok=ok)
+            ok = not self.bidirectional or getattr(self, field) is None
+            self._require(field, "left out, where attention is bidirectional", ok=ok)
         sliding_theta = self.sliding and self.sliding.rope_theta
         rotary = self.rope_scaling or self.rotary_dim or sliding_theta or self.no_rope_every
         ok = self.positions is None or not rotary

@@ -133,7 +133,7 @@ class Attention(nn.Module):
         self.head_size = size
         self.attend = attend
         self.scale = scale  # None: the kernel's default, 1 / sqrt(head_size)
-        self.causal = config.causal
+        self.causal = not config.bidirectional
         self.window = window
         self.softcap = config.score_softcap
         self.wq = Linear(config.width, config.heads * size, bias=config.qkv_bias)

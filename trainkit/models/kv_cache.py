@@ -112,7 +112,7 @@ def _attend(
     if not causal:
         raise ValueError(
             "KVCache: a token that is generated sees none after itself, so it needs causal "
-            "attention; this model has causal=False"
+            "attention; this model is bidirectional"
         )
     if torch.compiler.is_compiling():  # it writes to tensors that are no inputs of a graph
         return torch.compiler.disable(_attend)(

@@ -80,7 +80,7 @@ def test_the_reward_of_the_chosen_answer_shall_be_larger():
 
 # ------------------------------------------------------------------------------------------ models
 
-ENCODER = make_decoder_config("tiny", layers=2, width=64, tied=False, causal=False, classes=3)
+ENCODER = make_decoder_config("tiny", layers=2, width=64, tied=False, bidirectional=True, classes=3)
 
 
 def batch_of(multiple_of=1):
@@ -136,7 +136,7 @@ def test_an_encoder_learns_the_classes_of_documents():
 
 
 def test_what_needs_causal_attention_or_a_head_of_words_is_refused():
-    base = make_decoder_config("tiny", layers=1, causal=False)
+    base = make_decoder_config("tiny", layers=1, bidirectional=True)
     for changes, message in (
         ({"tied": True, "classes": 3}, "tied must be False, with a head of classes"),
         ({"classes": 0.5}, "classes"),

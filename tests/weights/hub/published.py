@@ -908,12 +908,123 @@ QWEN3_VL_4B = {
     "vision_end_token_id": 151653,
     "vision_start_token_id": 151652,
 }
+GEMMA4_31B = {  # sizes and options of the dense model; the order of its keys is made up
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "audio_config": None,
+    "audio_token_id": 258881,
+    "boa_token_id": 256000,
+    "boi_token_id": 255999,
+    "dtype": "bfloat16",
+    "eoa_token_index": 258883,
+    "eoi_token_id": 258882,
+    "image_token_id": 258880,
+    "initializer_range": 0.02,
+    "model_type": "gemma4",
+    "text_config": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attention_k_eq_v": True,
+        "bos_token_id": 2,
+        "dtype": "bfloat16",
+        "enable_moe_block": False,
+        "eos_token_id": 1,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 5376,
+        "hidden_size_per_layer_input": 0,
+        "initializer_range": 0.02,
+        "intermediate_size": 21504,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
+        "max_position_embeddings": 262144,
+        "model_type": "gemma4_text",
+        "num_attention_heads": 32,
+        "num_experts": None,
+        "num_global_key_value_heads": 4,
+        "num_hidden_layers": 60,
+        "num_key_value_heads": 16,
+        "num_kv_shared_layers": 0,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "full_attention": {
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1000000.0,
+                "rope_type": "proportional",
+            },
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        "sliding_window": 1024,
+        "tie_word_embeddings": True,
+        "use_bidirectional_attention": "vision",
+        "use_cache": True,
+        "use_double_wide_mlp": False,
+        "vocab_size": 262144,
+        "vocab_size_per_layer_input": 262144,
+    },
+    "tie_word_embeddings": True,
+    "transformers_version": "5.5.0",
+    "video_token_id": 258884,
+    "vision_config": {
+        "head_dim": 72,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "model_type": "gemma4_vision",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 16,
+        "patch_size": 16,
+    },
+}
+_QWEN3_5_WHOLE = {
+    "image_token_id": 248056,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.57.0.dev0",
+    "video_token_id": 248057,
+    "vision_config": {
+        "deepstack_visual_indexes": [],
+        "depth": 27,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "in_channels": 3,
+        "initializer_range": 0.02,
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": 5120,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+    "vision_end_token_id": 248054,
+    "vision_start_token_id": 248053,
+}
+QWEN3_5_27B = _QWEN3_5_WHOLE | {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "language_model_only": False,
+    "model_type": "qwen3_5",
+    "text_config": QWEN3_5,
+}
+QWEN3_5_35B = _QWEN3_5_WHOLE | {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "text_config": QWEN3_5_MOE,
+}
 # The sizes that a small model needs; all other keys stay as they are, and none is added.
 TOWERS = {
     "gemma-3-4b-it": (
         GEMMA3_4B,
         {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 7},
         {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 28},
+    ),
+    "gemma-4-31b": (
+        GEMMA4_31B,
+        {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "vocab_size": 64}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "num_global_key_value_heads": 1}
+        | {"layer_types": ["sliding_attention"] * 5 + ["full_attention"]},
+        {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+        | {"num_attention_heads": 2, "num_key_value_heads": 2},
     ),
     "Qwen3-VL-4B": (
         QWEN3_VL_4B,
@@ -1000,6 +1111,18 @@ def shrunk(name):
             for key, value in values["rope_scaling"].items()
         }
     return small
+
+
+# Whose text alone is in `FORMS`.
+TOWERS |= {
+    name: (
+        values,
+        shrunk(name) | {"model_type": values["text_config"]["model_type"]},
+        {"hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "depth": 1}
+        | {"out_hidden_size": 32},
+    )
+    for name, values in {"Qwen3.5-27B": QWEN3_5_27B, "Qwen3.5-35B-A3B": QWEN3_5_35B}.items()
+}
 
 
 def shrink_tower(name):

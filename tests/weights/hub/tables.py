@@ -24,7 +24,8 @@ def make_family_table():
         tied = [*outer, changes][0].get("tie_word_embeddings", config.tie_word_embeddings)
         rows[config.model_type].append(tied)
     forms = {family.model_type: [] for family in hub.FAMILIES}
-    for name, values in published.FORMS.items():
+    towers = {name: values for name, (values, *_) in published.TOWERS.items()}
+    for name, values in [*published.FORMS.items(), *towers.items()]:
         forms[values["model_type"]].append(name)
     head = ["`model_type`", "models", "logits, gradients", "packed", "greedy text", "export"]
     lines = [[*head, "small models", "`config.json` as published"], ["---"] * 8]

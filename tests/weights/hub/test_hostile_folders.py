@@ -209,7 +209,7 @@ def test_no_value_of_a_key_raises_another_error(name):
 
 LONG = {"type": "yarn", "short_factor": [1.0] * 8, "long_factor": [2] * 8}
 SHARP = {"type": "yarn", "factor": 1.0, "attention_factor": 1.3}
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 GLM_LITE = {key: 8 for key in tiny.OF_GLM_LITE if "num_" not in key and "eps" not in key}
 MANY = [SLIDING, *[FULL] * 998, SLIDING]
 
@@ -280,6 +280,13 @@ MANY = [SLIDING, *[FULL] * 998, SLIDING]
             {"use_sliding_window": True, "sliding_window": 8},
             "use_sliding_window is True",
         ),
+        ("qwen3_5_text", {"layer_types": [LINEAR, FULL]}, []),
+        ("qwen3_5_text", {"layer_types": [FULL, LINEAR]}, "layer_types follow no pattern"),
+        ("qwen3_5_text", {"layer_types": [LINEAR]}, "layer_types follow no pattern"),
+        ("qwen3_5_text", {"layer_types": [LINEAR, SLIDING]}, "'sliding_attention' in layer 1"),
+        ("qwen3_5_text", {"linear_num_key_heads": 3}, "3 key heads do not divide 32 value heads"),
+        ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate is False, not True"),
+        ("qwen3_5_text", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn', not default"),
         ("granite", {"attention_multiplier": 0}, "multiplier is 0: it must be a number above 0"),
         ("granite", {"residual_multiplier": "0.2"}, "residual_multiplier is '0.2', no number"),
         ("granite", {"logits_scaling": 0}, "logit_divisor must be above 0, got 0"),

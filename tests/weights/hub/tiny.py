@@ -121,6 +121,10 @@ OF_DELTA = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 12,
 }
+OF_MROPE = {
+    "rope_parameters": OF_DELTA["rope_parameters"]
+    | {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+}
 OF_QWEN3_NEXT = OF_QWEN3_MOE | {"shared_expert_intermediate_size": 24}
 CONTEXT = 128
 ROWS = {
@@ -374,6 +378,16 @@ TOWERS = {
         MROPE | {"head_dim": 12, "attention_bias": True},
         {"vision_config": QWEN_VISION, "tie_word_embeddings": False},
     ),
+    "qwen3_5 tower": (
+        "Qwen3_5",
+        OF_DELTA | OF_MROPE,
+        {"vision_config": QWEN_VISION, "tie_word_embeddings": True},
+    ),
+    "qwen3_5_moe tower": (
+        "Qwen3_5Moe",
+        OF_DELTA | OF_MROPE | OF_QWEN3_NEXT,
+        {"vision_config": QWEN_VISION, "tie_word_embeddings": False},
+    ),
 }
 
 # What the first row of a family, or another row, shows as well where a family's map or its layers
@@ -398,6 +412,8 @@ BESIDE = {
     "qwen3_moe every other layer",
     "deepseek_v3 wide values",
     "glm4_moe",
+    "qwen3_next, tied, some layers",
+    "qwen3_5 tied",
     "gemma3 tower, untied",
     "qwen3_vl, untied",
     "gemma4, untied, values of their own",
@@ -413,22 +429,28 @@ def load_transformers():
     return pytest.importorskip("transformers")
 
 
-def make_theirs(row):
-    """Return a tiny model whose norms and biases differ from their initial values."""
-    transformers = load_transformers()
+def make_config(row):
+    """Return the configuration of a tiny model."""
     kind, changes, *outer = (ROWS | TOWERS)[row]
     values = (OF_GPT2 if kind == "GPT2" else SIZES) | changes
     if outer:
         values = outer[0] | {"text_config": values}
-    make_config = getattr(transformers, f"{kind}Config").from_dict
-    config = make_config(copy.deepcopy(values))  # it writes into its argument
+    make = getattr(load_transformers(), f"{kind}Config").from_dict
+    return make(copy.deepcopy(values))  # it writes into its argument
+
+
+def make_theirs(row):
+    """Return a tiny model whose norms and biases differ from their initial values."""
+    transformers = load_transformers()
+    kind, _, *outer = (ROWS | TOWERS)[row]
+    config = make_config(row)
     torch.manual_seed(0)
     config._attn_implementation = "eager"
     name = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind.removesuffix('Text')}ForCausalLM"
     name = f"{kind}ForConditionalGeneration" if outer else name
     theirs = getattr(transformers, name)(config).eval()
     fill(theirs)
-    if "language_model" in dict(theirs.model.named_children()):
+    if hasattr(theirs, "model") and hasattr(theirs.model, "language_model"):
         theirs.model.language_model.embed_tokens.padding_idx = None  # which has no gradient
     return theirs
 

@@ -280,7 +280,7 @@ def delta_weights(name: str, shape: Sequence[int], offset: Sequence[int]) -> tor
 
 
 # Attention to both sides, and a head whose rows tp shards.
-ENCODER = attrs.evolve(SHALLOW, causal=False, classes=4)
+ENCODER = attrs.evolve(SHALLOW, bidirectional=True, classes=4)
 
 # Features of Gemma, OLMo 2 and GPT-2 that the other models lack, as many as can be combined.
 GEMMA_LIKE = attrs.evolve(
@@ -362,6 +362,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "decoder with experts and sinks": partial(decoder_of, GPT_OSS_LIKE),
     "decoder with latents, none of queries": partial(decoder_of, NO_QUERY_RANK),
     "decoder with delta layers": partial(decoder_of, WITH_DELTA),
+    "decoder with adapters and delta layers": partial(
+        with_adapters, attrs.evolve(WITH_DELTA, layers=2)
+    ),
     "decoder with experts and delta layers": partial(with_experts, WITH_DELTA),
     "decoder like Gemma's": partial(decoder_of, GEMMA_LIKE),
     "decoder like OLMo 2's": partial(decoder_of, OLMO_LIKE),
@@ -661,7 +664,7 @@ _CASES: dict[str, list[LayoutCase]] = {
         LayoutCase(Layout(pp=2, dp_shard=2), recompute="full"),
         LayoutCase(Layout(dp_shard=2, ep=2), recompute="selective"),
         LayoutCase(Layout(ring=2, ep=2), recompute="full"),
-        LayoutCase(Layout(dp_replicate=2, dp_shard=2, ep=2)),
+        LayoutCase(Layout(dp_replicate=2, dp_shard=2, ep=2, reduce="each")),
         LayoutCase(Layout(dp_shard=2, tp=2, ep=2)),
     ],
     "decoder with experts": [
@@ -708,6 +711,11 @@ _CASES: dict[str, list[LayoutCase]] = {
     ],
     "decoder with latents, none of queries": [*_ENDS[1:2], LayoutCase(Layout(ulysses=2, tp=2))],
     "decoder with delta layers": make_default_cases(),
+    "decoder with adapters and delta layers": [
+        LayoutCase(Layout(dp_shard=2, tp=2)),
+        LayoutCase(Layout(ring=2), recompute="full"),
+        LayoutCase(Layout(pp=2, ulysses=2)),
+    ],
     "decoder with experts and delta layers": [
         *_ENDS,
         LayoutCase(compiled=True),

@@ -10,6 +10,7 @@ import attrs
 import orjson
 
 from trainkit.collectives import all_gather_objects, run_on_all_ranks
+from trainkit.models.decoder_sizes import config_from_facts
 from trainkit.types import Axis, ConfigError
 
 Facts = Mapping[str, Any] | Callable[[int], Mapping[str, Any]]
@@ -172,7 +173,8 @@ def compare_facts(
         plain = _plain_name(name)
         if plain in allow | ask and name not in saved:  # older checkpoints lack newer facts
             continue
-        differences = _diff_fact(name, saved.get(name), value)
+        old = _complete_decoder(saved.get(name)) if name == "model" else saved.get(name)
+        differences = _diff_fact(name, old, value)
         if name in allowed_fields or plain in allowed_names or plain in ask & granted:
             messages += ["; ".join(differences)] if differences else []
             tables += differences if isinstance(value, dict) else []
@@ -184,12 +186,12 @@ def compare_facts(
     return [*errors, *tables] if errors else [], messages
 
 
-def _is_same(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    a, b = old.get(key), new.get(key)
-    if isinstance(a, dict) and isinstance(b, dict):
-        return all(_is_same(each, a, b) for each in a.keys() | b.keys())
-    # An option that was added later and is off is not a change, also in a table inside of one.
-    return a == b or (key not in old and b is False)
+def _complete_decoder(saved: Any) -> Any:
+    """Return the table of a decoder with the options that its records did not have yet."""
+    try:
+        return orjson.loads(orjson.dumps(attrs.asdict(config_from_facts(saved))))
+    except (ValueError, TypeError):  # of another model, or of a decoder that is refused today
+        return saved
 
 
 def _diff_fact(name: str, old: Any, new: Any) -> list[str]:
@@ -198,7 +200,10 @@ def _diff_fact(name: str, old: Any, new: Any) -> list[str]:
         if old == new:
             return []
         return [f"its {name} is {_truncate(old)}, the run's is {_truncate(new)}"]
-    changed = [key for key in sorted(old.keys() | new.keys()) if not _is_same(key, old, new)]
+    # An option that was added later and is off is not a change.
+    added_and_off = {key for key in new.keys() - old.keys() if new[key] is False}
+    keys = sorted((old.keys() | new.keys()) - added_and_off)
+    changed = [key for key in keys if old.get(key) != new.get(key)]
     differences = [
         f"{name}: {key} was added"
         if key not in old

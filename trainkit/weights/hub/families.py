@@ -1073,7 +1073,8 @@ def _read_full_heads(_: Any, values: Mapping[str, Any]) -> FullHeads:
 
 
 def _write_full_heads(_: Any, config: DecoderConfig) -> dict[str, Any]:
-    assert config.full_heads is not None
+    if config.full_heads is None:
+        raise ValueError("the heads of all its layers are alike")
     full = {"head_dim": config.full_heads.size, "num_key_value_heads": config.full_heads.kv_heads}
     return {str(i): full for i in range(config.layers) if i not in config.sliding_layers}
 
@@ -1088,7 +1089,7 @@ def _write_tied_values(_: Any, config: DecoderConfig) -> bool:
 # experts beside an MLP in each layer: these keys are refused.
 _GEMMA4 = Family(
     model_type="gemma4_text",
-    models="the text tower of Gemma 4 (31B)",
+    models="Gemma 4, text alone",
     architecture="Gemma4ForCausalLM",
     keys={
         **{k: x for k, x in _GEMMA3.keys.items() if k != "query_pre_attn_scalar"},
@@ -1259,6 +1260,26 @@ _QWEN3_VL = _make_tower(
     },
 )
 
+_QWEN3_5_TOWER: dict[str, Any] = {
+    "tensors": ("visual.**", "model.visual.**", "mtp.**"),
+    "keys": ("vision_start_token_id", "vision_end_token_id", "language_model_only"),
+    "defaults": {},
+}
+_QWEN3_5_WHOLE = _make_tower(
+    _QWEN3_5,
+    model_type="qwen3_5",
+    models="Qwen3.5 (2B, 27B)",
+    architecture="Qwen3_5ForConditionalGeneration",
+    **_QWEN3_5_TOWER,
+)
+_QWEN3_5_MOE_WHOLE = _make_tower(
+    _QWEN3_5_MOE,
+    model_type="qwen3_5_moe",
+    models="Qwen3.5 (35B-A3B, 397B-A17B)",
+    architecture="Qwen3_5MoeForConditionalGeneration",
+    **_QWEN3_5_TOWER,
+)
+
 
 FAMILIES = (
     _LLAMA,
@@ -1284,6 +1305,8 @@ FAMILIES = (
     _QWEN3_5,
     _QWEN3_5_MOE,
     _GEMMA4,
+    _QWEN3_5_WHOLE,
+    _QWEN3_5_MOE_WHOLE,
     _GEMMA3_TOWER,
     _GEMMA4_TOWER,
     _QWEN3_VL,
