@@ -246,7 +246,7 @@ def test_what_published_folders_say_is_read_as_transformers_reads_it(name, tmp_p
     [
         ({"text_config": None}, {}, "text_config is no table"),
         ({}, {"model_type": "qwen3"}, "model_type is 'qwen3', not 'qwen3_vl_text'"),
-        ({"use_cross": True}, {}, "use_cross is an unknown key"),
+        ({"use_cross": True}, {}, "use_cross is True, an unknown key of qwen3_vl"),
         ({}, {"deepstack": True}, "deepstack is True, an unknown key of qwen3_vl"),
         ({}, {"rope_scaling": {"rope_type": "mrope"}}, "rope_type is 'mrope', not default"),
         ({"auto_map": {"AutoModel": "x.Y"}}, {}, "asks for code of the folder's own"),
