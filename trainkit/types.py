@@ -1178,7 +1178,7 @@ class GatedDelta(Protocol):
         beta: Tensor,
         spans: Spans,
         scale: float | None = None,
-        chunk: int = 64,
+        chunk: int | None = None,
     ) -> Tensor: ...
 
 
