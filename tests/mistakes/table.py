@@ -796,6 +796,13 @@ MISTAKES = [
             "tests/attention/test_ring.py",
         ),
         (
+            "ring.py",
+            "without a causal mask a rank sees what it would see with one",
+            "    if causal:\n        views",
+            "    if True:\n        views",
+            "tests/attention/test_ring.py",
+        ),
+        (
             "ulysses.py",
             "each rank has the sinks of the first heads",
             "sinks.chunk(axis.count)[axis.index]",
@@ -906,7 +913,7 @@ MISTAKES = [
         (
             "rotary.py",
             "the bounds of YaRN are always whole",
-            "    if scaling.truncate:\n",
+            "    if not scaling.fractional:\n",
             "    if scaling:\n",
             "tests/weights/hub/test_families.py",
         ),
@@ -939,10 +946,24 @@ MISTAKES = [
             "tests/models/test_experts.py",
         ),
         (
+            "decoder.py",
+            "the hash of a token is taken where tensor parallelism has others",
+            "ids = input_ids if token_ids is None else token_ids",
+            "ids = input_ids.flip(-1) if token_ids is None else token_ids",
+            "tests/models/test_experts.py",
+        ),
+        (
+            "routers.py",
+            "an expert below its limit is scaled up",
+            ".clamp_max(1.0)\n    # Choices of padding",
+            "\n    # Choices of padding",
+            "tests/models/test_routers.py",
+        ),
+        (
             "routers.py",
             "a bias weighs as well as chooses",
-            "    weights = scores.gather(-1, indices)\n    if renormalize:\n",
-            "    weights = (scores if bias is None else scores + bias).gather(-1, indices)\n    if renormalize:\n",
+            "    weights = values.gather(-1, indices)\n    if renormalize:\n",
+            "    weights = (values if bias is None else values + bias).gather(-1, indices)\n    if renormalize:\n",
             "tests/models/test_routers.py tests/models/test_experts.py",
         ),
         (

@@ -62,6 +62,7 @@ def _attend(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    causal: bool = True,
     attend: Attend,
     axis: Axis,
 ) -> Tensor:
@@ -74,6 +75,7 @@ def _attend(
         window=window,
         softcap=softcap,
         sinks=sinks,
+        causal=causal,
         parts=axis.count,
     )
     check_heads(q, k, axis.count)
@@ -81,6 +83,8 @@ def _attend(
     q, k, v = exchange_heads((q, k, v), axis)
     if sinks is not None:
         sinks = sinks.chunk(axis.count)[axis.index]
+    if not causal:  # a kernel of the caller's own may have no such option
+        attend = partial(attend, causal=False)
     out = attend(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap, sinks=sinks)
     # Back to this rank's tokens, with all heads.
     return all_to_all(out, axis, split_dim=1, gather_dim=2)

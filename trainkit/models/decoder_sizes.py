@@ -17,6 +17,7 @@ from trainkit.models.config import (
     Latents,
     Llama3Scaling,
     RopeScaling,
+    Sliding,
     YarnScaling,
 )
 from trainkit.types import check_range
@@ -53,6 +54,20 @@ def list_decoder_sizes() -> dict[str, DecoderConfig]:
     of_8 = Experts(count=8, top_k=2, width=14_336)
     small_of_128 = Experts(count=128, top_k=8, width=768)
     large_of_128 = Experts(count=128, top_k=8, width=1_536)
+    gpt_oss_experts = partial(
+        Experts, top_k=4, width=2_880, bias=True, clamp=7.0, sigmoid_scale=1.702
+    )
+    gpt_oss = partial(
+        _make_config,
+        vocab_size=201_088,
+        head_dim=64,
+        rope_theta=150_000.0,
+        rope_scaling=YarnScaling(factor=32.0, original_length=4_096, fractional=True),
+        qkv_bias=True,
+        out_bias=True,
+        sliding=Sliding(window=128, full_every=2),
+        attention_sinks=True,
+    )
     return {
         # width, layers, heads, kv_heads, mlp_width
         "tiny": small(128, 4, 4, 4, 384, vocab_size=272),
@@ -76,6 +91,8 @@ def list_decoder_sizes() -> dict[str, DecoderConfig]:
         "qwen3-30b-a3b": qwen3(2_048, 48, 32, 4, 6_144, experts=small_of_128),
         "qwen3-235b-a22b": qwen3(4_096, 94, 64, 4, 12_288, experts=large_of_128),
         "deepseek-v3": _DEEPSEEK_V3,
+        "gpt-oss-20b": gpt_oss(2_880, 24, 64, 8, 2_880, experts=gpt_oss_experts(count=32)),
+        "gpt-oss-120b": gpt_oss(2_880, 36, 64, 8, 2_880, experts=gpt_oss_experts(count=128)),
     }
 
 
@@ -187,10 +204,12 @@ def config_from_facts(facts: Mapping[str, Any]) -> DecoderConfig:
         True
     """
     values = dict(facts)
-    # The four kinds of scaling have no tag in a dictionary; their fields differ.
+    # The four kinds of scaling have no tag in a dictionary; their fields differ. It is the smallest
+    # that has those of the dictionary, which lacks the ones that were added later.
     scaling_fields = {*(values.get("rope_scaling") or ())}
-    scaling_kinds = (x for x in get_args(RopeScaling) if {*attrs.fields_dict(x)} == scaling_fields)
-    kinds: dict[str, Any] = {"rope_scaling": next(scaling_kinds, Llama3Scaling), **PARTS}
+    scaling_kinds = sorted(get_args(RopeScaling), key=lambda kind: len(attrs.fields(kind)))
+    fitting = (x for x in scaling_kinds if scaling_fields <= {*attrs.fields_dict(x)})
+    kinds: dict[str, Any] = {"rope_scaling": next(fitting, Llama3Scaling), **PARTS}
     try:
         for name, kind in kinds.items():
             # Absent or null: an option that did not exist yet, or one that is off.

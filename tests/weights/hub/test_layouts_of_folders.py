@@ -92,6 +92,7 @@ LAYOUTS = {
     "tp of delta layers": (Layout(tp=2), "qwen3_next"),
     "fsdp of delta layers": (Layout(dp_shard=3), "qwen3_5"),
     "ep": (Layout(dp_shard=2, ep=2), "mixtral"),
+    "ep, experts in one tensor": (Layout(dp_shard=2, ep=2), "granitemoe"),
     "ep of latents": (Layout(dp_shard=2, ep=2), "deepseek_v3"),
     "ep of experts in one tensor, in turns": (Layout(dp_shard=2, ep=2), "gpt_oss"),
     "tp of sinks": (Layout(tp=2), "gpt_oss"),
