@@ -1180,7 +1180,7 @@ class GatedDelta(Protocol):
         beta: Tensor,
         spans: Spans,
         scale: float | None = None,
-        chunk: int = 64,
+        chunk: int | None = None,
     ) -> Tensor: ...
 
 

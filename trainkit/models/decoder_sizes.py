@@ -12,6 +12,7 @@ import attrs
 from trainkit.models.config import (
     PARTS,
     DecoderConfig,
+    Delta,
     Experts,
     Latents,
     Llama3Scaling,
@@ -25,13 +26,14 @@ from trainkit.types import check_range
 def list_decoder_sizes() -> dict[str, DecoderConfig]:
     """Return every named size, smallest first within its family.
 
-    "tiny" and "10m" read bytes (256, and up to 16 special tokens); "60m" to "350m" have a
+    "tiny", "tiny-hybrid" (three delta layers to one of attention) and "10m" read bytes (256, and up
+    to 16 special tokens); "60m" to "350m" have a
     vocabulary of 32,000, which counts in their name; both may be overridden. The heads, widths and
     vocabulary of all of them divide by 4.
 
     Examples:
         >>> list(list_decoder_sizes())[:5]
-        ['tiny', '10m', '60m', '125m', '350m']
+        ['tiny', 'tiny-hybrid', '10m', '60m', '125m']
     """
     # What the members of a family share; published models have the values of their configs.
     small = partial(_make_config, tied=True)
@@ -69,6 +71,8 @@ def list_decoder_sizes() -> dict[str, DecoderConfig]:
     return {
         # width, layers, heads, kv_heads, mlp_width
         "tiny": small(128, 4, 4, 4, 384, vocab_size=272),
+        # As many parameters as "tiny": what the delta layers' gates need, their MLPs have less.
+        "tiny-hybrid": small(128, 4, 4, 4, 344, vocab_size=272, delta=_TINY_DELTA),
         "10m": small(320, 8, 4, 4, 864, vocab_size=272),
         "60m": small(512, 14, 8, 8, 1_408, vocab_size=32_000),
         "125m": small(768, 14, 12, 12, 2_048, vocab_size=32_000),
@@ -104,6 +108,9 @@ def _make_config(
         **options,
     )
 
+
+# Three layers of four, with heads as those of attention.
+_TINY_DELTA = Delta(key_heads=4, value_heads=4, key_size=32, value_size=32)
 
 # Without the module that predicts a second token, for a context of 163,840 tokens.
 _DEEPSEEK_V3 = DecoderConfig(
