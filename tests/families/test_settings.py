@@ -232,6 +232,7 @@ CALLS = {
         "kv_heads": 2,
         "mlp_width": 8,
     },
+    "models.Delta": lambda: {"key_heads": 2, "value_heads": 4, "key_size": 8, "value_size": 8},
     "models.Experts": lambda: {"count": 4, "top_k": 2, "width": 8, "scores": "sigmoid"},
     "models.Latents": lambda: {"kv_rank": 4, "plain": 2, "rotary": 2, "values": 2},
     "models.LinearScaling": lambda: {"factor": 2.0},

@@ -273,7 +273,7 @@ def _check_shapes(folder: HFFolder) -> None:
 
 
 def get_decoder_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors of a decoder in a folder: parameters and routers' biases.
+    """Return the shapes of the tensors of a decoder in a folder: parameters and buffers.
 
     Examples:
         >>> config = DecoderConfig(
@@ -287,6 +287,8 @@ def get_decoder_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     # A buffer and no parameter: it is adjusted by the load of the experts, not by a gradient.
     if experts is not None and experts.biased:
         shapes |= {f"layers.{i}.mlp.router.bias": (experts.count,) for i in config.expert_layers}
+    if config.layer_scales:
+        shapes |= {f"layers.{i}.layer_scale": (1,) for i in range(config.layers)}
     return shapes
 
 
@@ -664,6 +666,48 @@ def add_model_prefix(
     if any(name.startswith(prefix) for name in tensors):
         return dict(tensors)
     return {name if name == head else prefix + name: x for name, x in tensors.items()}
+
+
+def list_names(folder: HFFolder) -> Collection[str]:
+    """Return the names of a folder's tensors, by those of a model with a head.
+
+    Effects:
+        Reads the headers of the files.
+    """
+    return add_model_prefix(_describe_files(folder.path), folder.family, folder.config)
+
+
+def find_outside_tensors(
+    folder: HFFolder, shapes: Mapping[str, Sequence[int]]
+) -> tuple[dict[str, str], dict[str, Stored]]:
+    """Return what a multimodal folder has besides its text tower, and how it names the tower.
+
+    Args:
+        folder: The folder, of a family with a `tower`.
+        shapes: The shapes of the tower's tensors, by the names of the family.
+
+    Returns:
+        The name in the folder of each of these tensors; and all other tensors, by their names.
+
+    Raises:
+        CheckpointError: A file is invalid, or the folder lacks a tensor of the tower.
+
+    Effects:
+        Reads the headers of the files.
+    """
+    stored = _describe_files(folder.path)
+    names = add_model_prefix({name: name for name in stored}, folder.family, folder.config)
+    if missing := [name for name in shapes if name not in names]:
+        raise CheckpointError(
+            f"find_outside_tensors: {folder.path} lacks {shorten(missing)} of its text tower",
+            where=folder.path,
+            got=missing,
+        )
+    used = {*shapes}
+    if folder.config.tied:  # a copy of the embedding, which would not be the trained one
+        used.add(_get_end_names(folder.family, folder.config)[1])
+    outside = {name: stored[name] for new, name in names.items() if new not in used}
+    return {name: names[name] for name in shapes}, outside
 
 
 def _describe_files(path: Path) -> dict[str, Stored]:

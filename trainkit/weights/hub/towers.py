@@ -37,14 +37,11 @@ class Tower:
     Attributes:
         model_type: The decoder's `model_type`, in `text_config`.
         keys: The other keys of the `config.json`: they do not change what is computed for text.
-        rope_keys: Keys of the rotary table that do not either: the sections of positions in an
-            image, of which a text has one.
         tensors: Patterns of the tensors that are not the decoder's.
     """
 
     model_type: str
     keys: frozenset[str]
-    rope_keys: frozenset[str] = frozenset()
     tensors: Sequence[str]
 
 
