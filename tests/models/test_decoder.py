@@ -593,7 +593,14 @@ MIXTURES = {
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
 }
-SMALL_SIZES = {"tiny": 0.9e6, "10m": 10e6, "60m": 60e6, "125m": 125e6, "350m": 350e6}
+SMALL_SIZES = {
+    "tiny": 0.9e6,
+    "tiny-hybrid": 0.9e6,
+    "10m": 10e6,
+    "60m": 60e6,
+    "125m": 125e6,
+    "350m": 350e6,
+}
 
 
 def test_every_named_size_is_pinned():
