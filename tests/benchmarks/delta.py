@@ -1,5 +1,5 @@
-"""Time of the gated delta rule: over its recurrence, over attention, over length, around a ring, and
-of a token in generation.
+"""Time of the gated delta rule: over its recurrence, over attention, over length, around a ring,
+and of a token in generation.
 
 Run `OMP_NUM_THREADS=1 python tests/benchmarks/delta.py` (three minutes). One core, fp32, forward
 and backward, 8 heads of 64. Each ratio is the median of ratios of neighbouring turns. The bounds
