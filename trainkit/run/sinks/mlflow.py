@@ -59,7 +59,7 @@ def open_mlflow(
             where="--sinks mlflow",
         )
     client = library.MlflowClient()
-    # Asked for first: a server that is not there is waited for once, for minutes, and not twice.
+    # This comes first: a server that is not there is waited for once, for minutes, and not twice.
     if client.get_experiment_by_name(project) is None:
         with contextlib.suppress(library.MlflowException):  # another run has created it meanwhile
             client.create_experiment(project)
