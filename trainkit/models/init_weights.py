@@ -23,7 +23,7 @@ def init_weights(config: DecoderConfig, *, seed: int) -> Weights:
     A fixed 0.02 for the embedding trains a small model worse: "tiny" on bytes of source text
     reached 2.17 nats on held-out text after 150 steps, in place of 1.79. The decay of delta layers
     begins as in Yang et al., "Gated Delta Networks" (2024), between almost all and a fifth of the
-    state kept.
+    state stays.
 
     Returns:
         A `Weights` function: fp32 on the CPU. An element is a function of the seed, the parameter's

@@ -29,8 +29,12 @@ def make_family_table():
         forms[values["model_type"]].append(name)
     head = ["`model_type`", "models", "logits, gradients", "packed", "greedy text", "export"]
     lines = [[*head, "small models", "`config.json` as published"], ["---"] * 8]
+    # A text tower that no folder has alone is compared with the model around it.
+    towers = {family.tower.model_type for family in hub.FAMILIES if family.tower}
     for family in hub.FAMILIES:
         tied = rows[family.model_type]
+        if not tied and family.model_type in towers:
+            continue
         # With a state that goes from one document to the next there, each is compared alone.
         packed = f"{TOLERANCE:g}{', each alone' * (_kind_of(family) == 'delta')}"
         lines.append(

@@ -252,6 +252,11 @@ MANY = [SLIDING, *[FULL] * 998, SLIDING]
         ("phi3", {"rope_scaling": LONG, "partial_rotary_factor": 0.5}, "of 4 factors, got Long"),
         ("phi3", {"rope_scaling": LONG, "original_max_position_embeddings": 0}, "length >= 1"),
         ("phi3", {"rope_scaling": LONG}, []),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "partial", "factor": 2.0}},
+            "'partial', not default or lo",
+        ),
         ("phi3", {"partial_rotary_factor": 0}, "partial_rotary_factor is 0, not above 0"),
         ("qwen3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, []),
         ("qwen3", {"rope_scaling": SHARP}, "attention_factor is 1.3 with factor 1.0: it must"),

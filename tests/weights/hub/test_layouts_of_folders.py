@@ -128,7 +128,7 @@ def written(tmp_path, row, dtype=None):
     return auto.from_pretrained(tmp_path / "c"), theirs
 
 
-@pytest.mark.parametrize("row", tiny.FEW)
+@pytest.mark.parametrize("row", [x for x in tiny.FEW if x.values[0] in tiny.ROWS])
 def test_transformers_loads_what_is_written_as_the_same_model(row, tmp_path):
     again, theirs = written(tmp_path, row)
     assert type(again) is type(theirs)

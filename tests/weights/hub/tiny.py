@@ -450,7 +450,7 @@ def make_theirs(row):
     name = f"{kind}ForConditionalGeneration" if outer else name
     theirs = getattr(transformers, name)(config).eval()
     fill(theirs)
-    if "language_model" in dict(theirs.model.named_children()):
+    if hasattr(theirs, "model") and hasattr(theirs.model, "language_model"):
         theirs.model.language_model.embed_tokens.padding_idx = None  # which has no gradient
     return theirs
 

@@ -700,8 +700,8 @@ def _write_values(config: DecoderConfig, family: Family, *, context: int) -> dic
     }
     for key, field in family.keys.items():
         if isinstance(field, Key):
-            # Of a record that the decoder lacks, such as experts.
-            if "." in field.field and fields[field.field] is None:
+            # A record that the decoder lacks, such as experts, or a field of it.
+            if field.field.partition(".")[0] in PARTS and fields[field.field] is None:
                 raise ValueError(f"it has {key}")
             values[key] = field.write(fields[field.field], config)
         else:

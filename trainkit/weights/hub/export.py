@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from trainkit.weights.hub.folder import (
     find_outside_tensors,
     get_decoder_shapes,
     is_hf_folder,
+    list_names,
     make_family_links,
     open_folder,
 )
@@ -126,7 +127,8 @@ def export_folder(
     config = config_from_facts(facts["model"])
     whole = _open_whole(base or facts.get(TOWER), family, config, path)
     family = whole.family if whole else _choose_family(family, config)
-    links, shapes = make_export_links(family, config)
+    # As in the multimodal folder: with a matrix of each expert, or all experts in one tensor.
+    links, shapes = make_export_links(family, config, present=list_names(whole) if whole else ())
     our_shapes = get_decoder_shapes(config)
     if read is None:
         stored = _find_stored(path, our_shapes)
@@ -357,13 +359,14 @@ def _choose_family(family: Family | str | None, config: DecoderConfig) -> Family
 
 
 def make_export_links(
-    family: Family | str | None, config: DecoderConfig
+    family: Family | str | None, config: DecoderConfig, *, present: Collection[str] = ()
 ) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
     """Return the links from a family's tensors to ours, and the shapes of a family's tensors.
 
     Args:
         family: The family, or its `model_type`; by default the first that computes the decoder.
         config: The decoder.
+        present: As in `make_family_links`.
 
     Raises:
         ConfigError: No family computes it, or there is no such family.
@@ -373,7 +376,7 @@ def make_export_links(
         >>> make_export_links("llama", make_decoder_config("tiny"))[1]["model.norm.weight"]
         (128,)
     """
-    links = make_family_links(_choose_family(family, config), config)
+    links = make_family_links(_choose_family(family, config), config, present=present)
     # Swapped, because `map_weights` reads the left side of links by means of the right one.
     return [link.swap_sides() for link in links], get_foreign_shapes(links)
 

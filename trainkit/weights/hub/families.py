@@ -1086,7 +1086,7 @@ def _write_tied_values(_: Any, config: DecoderConfig) -> bool:
 # Gemma 4 (2026), as the dense model of 31B is: full layers have wider heads and fewer of keys,
 # whose projection is also the values'; values are normalized; scores are not divided. The smaller
 # ones have an embedding for each layer and layers that share keys and values, and 26B-A4B has
-# experts beside an MLP in each layer: these keys are refused.
+# experts next to an MLP in each layer: these keys are refused.
 _GEMMA4 = Family(
     model_type="gemma4_text",
     models="Gemma 4, text alone",

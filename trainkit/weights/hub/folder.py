@@ -668,6 +668,15 @@ def add_model_prefix(
     return {name if name == head else prefix + name: x for name, x in tensors.items()}
 
 
+def list_names(folder: HFFolder) -> Collection[str]:
+    """Return the names of a folder's tensors, by those of a model with a head.
+
+    Effects:
+        Reads the headers of the files.
+    """
+    return add_model_prefix(_describe_files(folder.path), folder.family, folder.config)
+
+
 def find_outside_tensors(
     folder: HFFolder, shapes: Mapping[str, Sequence[int]]
 ) -> tuple[dict[str, str], dict[str, Stored]]:

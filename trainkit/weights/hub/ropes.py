@@ -189,13 +189,17 @@ def _read_scaling(
     problems: list[str],
 ) -> RopeScaling | None:
     if rope_type == "default":
-        problems += [f"rope: {key} without a rope_type" for key in rope]
+        problems += [
+            f"rope: {key[:100]} is {short_repr(x)}, without a rope_type" for key, x in rope.items()
+        ]
         return None
-    # The others of its names are no types: a part of each head, sections of an image.
-    if rope_type not in family.ropes or rope_type not in _OPTIONS:
+    # Among what a family supports these two are no types.
+    known_types = [each for each in family.ropes if each not in ("partial", "mrope")]
+    if rope_type not in known_types:
+        is_type = rope_type not in ("partial", "mrope")
         problems.append(
-            f"rope_type is {short_repr(rope_type)}, not {' or '.join(family.ropes)} of "
-            f"{family.model_type}{list_who(lambda other: rope_type in other.ropes)}"
+            f"rope_type is {short_repr(rope_type)}, not {' or '.join(known_types)} of "
+            f"{family.model_type}{list_who(lambda other: is_type and rope_type in other.ropes)}"
         )
         return None
     full_length = values.get("max_position_embeddings")

@@ -1,7 +1,7 @@
 """The decoder inside a multimodal model: its text tower.
 
 A multimodal folder has the decoder's keys in a table of its `config.json`, and the decoder's
-tensors beside those of a vision or audio tower, which trainkit neither loads nor changes.
+tensors next to those of a vision or audio tower, which trainkit neither loads nor changes.
 """
 
 from __future__ import annotations
