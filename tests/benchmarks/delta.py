@@ -1,5 +1,4 @@
-"""Time of the gated delta rule: over its recurrence, over attention, over length, around a ring,
-and of a token in generation.
+"""Time of the gated delta rule: over its recurrence, attention, length, a ring, and of a token.
 
 Run `OMP_NUM_THREADS=1 python tests/benchmarks/delta.py` (three minutes). One core, fp32, forward
 and backward, 8 heads of 64. Each ratio is the median of ratios of neighbouring turns. The bounds
@@ -97,7 +96,7 @@ def seconds_of_token(layers, length):
     def feed(batch, cache):
         model(batch.input_ids, position_ids=batch.position_ids, spans=batch.spans, cache=cache)
 
-    token = batch_from_rows(torch.ones(1, 1, dtype=torch.int64))[0]
+    token = batch_from_rows(torch.ones(1, 1, dtype=torch.int64))
     token = attrs.evolve(token, position_ids=torch.tensor([[length]]))
     with torch.no_grad():
         feed(batch, cache)
