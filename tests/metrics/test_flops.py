@@ -9,7 +9,7 @@ import trainkit as tk
 from trainkit.batch import make_padding_batch
 from trainkit.metrics import decoder_flops, recomputed_flops
 from trainkit.models import build_decoder, call_model
-from trainkit.models.config import DecoderConfig, Latents, Sliding
+from trainkit.models.config import DecoderConfig, Delta, Latents, Sliding
 from trainkit.parallel.parameters import get_named_parameters
 from trainkit.post.adapters import Lora, lora, quantized
 
@@ -138,3 +138,43 @@ def test_sliding_layers_are_counted_by_their_place():
     backward = 2 * 2 * 2 * 32 * pairs + 2 * TOKENS * (2 * matrices)
     found = [decoder_flops(config, [TOKENS], trained=trained) for trained in (head, last)]
     assert found[1] - found[0] == backward
+
+
+# ------------------------------------------------------------------------------------ delta layers
+
+HYBRID = attrs.evolve(
+    CONFIG, delta=Delta(key_heads=2, value_heads=4, key_size=8, value_size=6, full_every=3)
+)
+
+
+def attend_delta(q, k, v, *, convolutions, log_decay, beta, **_):
+    """The products of a recurrence as torch counts them; one state for all tokens is as many."""
+    width = convolutions[0].shape[-1]
+    q, k, v = (
+        torch.einsum(
+            "bshdw,hdw->bshd",
+            torch.nn.functional.pad(x, (0, 0, 0, 0, width - 1, 0)).unfold(1, width, 1),
+            kernels,
+        )
+        for x, kernels in zip((q, k, v), convolutions, strict=True)
+    )
+    q, k = (x.repeat_interleave(2, dim=2) for x in (q, k))
+    state = torch.einsum("bshd,bshe->bhde", k, v * (log_decay + beta).unsqueeze(3))
+    return sum(torch.einsum("bshd,bhde->bshe", x, state) for x in (q, k))
+
+
+@pytest.mark.parametrize(
+    ("names", "passes"),
+    [
+        (None, 3),
+        (["layers.0.attention.gated_norm"], 3),
+        (["layers.1.attention.wq", "layers.1.attention.wk", "layers.1.attention.wv"], 3),
+        (["layers.2.mlp"], 1),
+    ],
+)
+def test_a_delta_layer_counts_as_three_products_of_its_state(names, passes):
+    model = make_model(HYBRID, (), names)
+    for i in HYBRID.delta_layers:
+        model.layers[str(i)].attention.attend_delta = attend_delta
+    wanted = count_as_torch(model) - count_unseen(HYBRID, passes)
+    assert decoder_flops(HYBRID, [TOKENS], trained=list_trained(model)) == wanted

@@ -85,8 +85,10 @@ def decoder_flops(
     """Return the floating-point operations of forward and backward of a decoder over documents.
 
     As `model_flops` with the "causal" convention: of experts only those of a token count, and
-    layers with a sliding window have fewer pairs. Shapes are those of the architecture, so a matrix
-    that is stored quantized counts as a whole one.
+    layers with a sliding window have fewer pairs. A delta layer counts as its recurrence, however
+    it is computed: for each token and head three products of the size of the state, [D, E] (with
+    the key, of the key and the update, with the query). Shapes are those of the architecture, so a
+    matrix that is stored quantized counts as a whole one.
 
     A frozen matrix has no gradient of its own: 4 operations for each token and parameter. Before
     the first parameter that is trained there is no backward pass: 2.
@@ -177,7 +179,11 @@ def _attention_flops(
     for is_sliding in (False, True):
         if is_sliding and config.sliding is None:
             continue
-        kind = [n for i, n in enumerate(passes) if (i in config.sliding_layers) == is_sliding]
+        kind = [
+            n
+            for i, n in enumerate(passes)
+            if (i in config.sliding_layers) == is_sliding and i not in config.delta_layers
+        ]
         full_heads = None if is_sliding else config.full_heads
         flops += model_flops(
             linear_parameters=0,
@@ -187,7 +193,12 @@ def _attention_flops(
             lengths=lengths,
             window=config.sliding.window if is_sliding and config.sliding else None,
         )
-    return flops / 3  # `model_flops` has three passes
+    delta = 0.0
+    if config.delta is not None:
+        state = config.delta.value_heads * config.delta.key_size * config.delta.value_size
+        layers = sum(passes[i] for i in config.delta_layers)
+        delta = 3 * 2.0 * state * layers * float(np.sum(lengths))
+    return flops / 3 + delta  # `model_flops` has three passes
 
 
 # The order in which a block uses its parameters, by the beginnings of their names; parameters with
@@ -200,6 +211,10 @@ _ORDER = {
     "attention.kv_latent": 1,
     "attention.k_rotary": 1,
     "attention.wkv": 3,
+    "attention.q_conv": 4,
+    "attention.k_conv": 4,
+    "attention.v_conv": 4,
+    "attention.gated_norm": 5,
     "attention.q_norm": 4,
     "attention.k_norm": 4,
     "attention.wo": 6,
