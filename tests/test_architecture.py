@@ -52,18 +52,19 @@ ROOMS = [*CORE, *chain.from_iterable(WINGS.values()), "__main__"]
 # commit, and says there why; one that has made it much smaller lowers it.
 REACHED = {
     # Of the library, where nothing else is said. What is read is tokens of code: lines can be made
-    # few by packing more into each.
-    "tokens": 461_709,
-    "tokens of the core": 156_059,
-    "tokens a line": 8.57,
-    "calls that unpack keywords": 54,
+    # few by packing more into each. Fifteen families of models (delta layers, sinks, text towers),
+    # quantized folders, maps of tensors and encoders took 4 %.
+    "tokens": 481_500,
+    "tokens of the core": 164_000,
+    "tokens a line": 8.54,
+    "calls that unpack keywords": 60,
     "calls that unpack keywords in recipes": 0,
-    "calls that unpack keywords in tests": 66,
-    "pieces of messages": 5,
-    "private functions used once": 664,
+    "calls that unpack keywords in tests": 76,
+    "pieces of messages": 6,
+    "private functions used once": 690,
     "words of the dialect": 25,
-    "lines of code per comment": 12.073,
-    "public names": 632,
+    "lines of code per comment": 12.25,
+    "public names": 653,
     # Corpora are read through a bucket's cache of blocks.
     "longest chain of imports": 17,
     "share of code that refuses": 0.1,

@@ -1139,12 +1139,13 @@ class Split(Protocol):
 
 
 class Attend(Protocol):
-    """Causal attention inside each span, `[B,S,H,E]`.
+    """Attention inside each span, `[B,S,H,E]`, where a query sees no key after itself.
 
     q is `[B,S,H,D]`, k `[B,S,K,D]` and v `[B,S,K,E]`, where K divides H. With a `window` a query
     sees only keys that are fewer tokens before it than that, itself among them; with a `softcap` c
     a score s becomes c * tanh(s / c). `sinks` `[H]` are one more logit for each head, whose value
-    is zero; a model without them does not pass them.
+    is zero. With `causal=False` a query sees its whole document. A causal model without sinks does
+    not pass these two.
     """
 
     def __call__(
@@ -1158,6 +1159,7 @@ class Attend(Protocol):
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        causal: bool = True,
     ) -> Tensor: ...
 
 
@@ -1178,7 +1180,7 @@ class GatedDelta(Protocol):
         beta: Tensor,
         spans: Spans,
         scale: float | None = None,
-        chunk: int = 64,
+        chunk: int | None = None,
     ) -> Tensor: ...
 
 

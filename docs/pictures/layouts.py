@@ -1,4 +1,4 @@
-"""Draw the pictures of meshes, of a ring's zigzag shards, and of pipeline schedules.
+"""Draw the pictures of meshes, a ring's zigzag shards and delta layers, and pipeline schedules.
 
 python docs/pictures/layouts.py
 """
@@ -20,6 +20,7 @@ def main() -> None:
     pictures.plot_mesh(layout, FOLDER / "mesh.svg")
     pictures.plot_mesh(Layout(dp_shard=8, ep=4), FOLDER / "experts-mesh.svg")
     pictures.plot_zigzag([64, 32], 4, FOLDER / "zigzag.svg")
+    pictures.plot_delta_scan(4, FOLDER / "delta-scan.svg")
     schedules = ["1f1b", "interleaved_1f1b", "zero_bubble_v"]
     pictures.plot_pipeline(schedules, FOLDER / "pipeline.svg", pp=4, microbatches=8)
 

@@ -148,21 +148,24 @@ def test_the_compiled_kernel_of_a_cpu_leaves_out_what_nobody_sees(window, softca
 
 
 @pytest.mark.parametrize("lengths", [[300], LENGTHS, [128] * 3, [1] * 140, [0, 513, 0]])
-@pytest.mark.parametrize("window", [None, 1, 20, 128, 129, 1000])
+@pytest.mark.parametrize("window", [None, 1, 20, 128, 129, 1000, "both sides"])
 def test_the_blocks_are_those_that_looking_at_every_pair_finds(lengths, window):
-    tokens = sum(lengths)
-    found = block_mask(spans_of(lengths), tokens, window=window)
+    tokens, causal = sum(lengths), window != "both sides"
+    window = window if causal else None
+    found = block_mask(spans_of(lengths), tokens, window=window, causal=causal)
     query, key = torch.arange(tokens)[:, None], torch.arange(tokens)[None]
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    seen = (document[:, None] == document[None]) & (key <= query)
-    seen &= query - key < (window or tokens)
+    seen = document[:, None] == document[None]
+    seen &= (key <= query) & (query - key < (window or tokens)) if causal else True
     assert torch.equal(found.mask_mod(0, 0, query, key), seen)
     blocks = -(-tokens // BLOCK)
     for each in range(blocks):
         rows = seen[each * BLOCK : (each + 1) * BLOCK]
         parts = [rows[:, at * BLOCK : (at + 1) * BLOCK] for at in range(blocks)]
         some = {at for at, part in enumerate(parts) if part.any()}
-        whole = {at for at in some if parts[at].all() and at < each}
+        # The last block may be no whole one, and its keys past the end are masked.
+        fits = each if causal else tokens // BLOCK
+        whole = {at for at in some if parts[at].all() and at < fits}
         got = [
             set(indices[0, 0, each, : counts[0, 0, each]].tolist())
             for counts, indices in (

@@ -9,6 +9,7 @@ import torch
 
 from trainkit.attention.causal_conv import causal_conv, last_inputs
 from trainkit.attention.gated_delta import (
+    choose_chunk,
     gated_delta,
     gated_delta_with_states,
     step_gated_delta,
@@ -86,13 +87,21 @@ def largest_difference(found, wanted):
 LENGTHS = [[1], [63, 1, 65], [64, 64], [100, 28], [128], [7, 6, 8, 14], [1] * 20, [0, 5, 0, 130, 3]]
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("chunk", [1, 7, 64, None])
 def test_chunks_equal_the_recurrence(chunk):
     for lengths, decay in product(LENGTHS, [1e-3, 0.3, 40.0]):
         tensors = inputs(lengths, decay=decay)
         wanted = results(written_out(tensors, lengths=lengths, scale=0.3), tensors)
         found = results(chunked(tensors, lengths=lengths, scale=0.3, chunk=chunk), tensors)
         assert largest_difference(found, wanted) < 1e-12, (lengths, decay)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "key_size", "want"),
+    [([4096], 128, 64), ([4096], 64, 32), ([4096], 32, 16), ([8] * 512, 128, 16)],
+)
+def test_small_keys_and_short_documents_have_small_chunks(lengths, key_size, want):
+    assert choose_chunk(spans_of(lengths), key_size) == want
 
 
 def test_rows_are_documents_side_by_side_and_the_scale_is_that_of_attention():

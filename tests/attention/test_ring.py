@@ -52,6 +52,7 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    causal: bool = True
     dtype: torch.dtype = torch.float64
     strided: bool = False  # a last dimension that does not lie in order
 
@@ -75,6 +76,13 @@ CASES = {
         seed=3, lengths=(9, 50), kv_heads=1, window=29, sinks=True
     ),
     "sinks, bf16": Case(seed=5, rows=2, sinks=True, dtype=torch.bfloat16),
+    "both sides": Case(seed=1, rows=3, scale=0.7, causal=False),
+    "both sides of one document, one key head": Case(
+        seed=3, lengths=(96, 97), rows=2, kv_heads=1, causal=False
+    ),
+    "both sides, a soft cap and sinks": Case(
+        seed=2, lengths=(1, 50), values=5, softcap=2.0, sinks=True, causal=False
+    ),
     "fp32": Case(seed=5, rows=2, dtype=torch.float32),
     "strided": Case(seed=5, strided=True, values=6),
     "fp32, strided": Case(seed=5, dtype=torch.float32, strided=True),
@@ -91,6 +99,7 @@ ULYSSES = {
     "narrow values, fewer key heads than ranks": Case(seed=8, kv_heads=1, values=5),
     "sinks": Case(seed=6, heads=8, kv_heads=4, rows=2, sinks=True),
     "sinks and a window": Case(seed=8, kv_heads=1, window=11, sinks=True),
+    "both sides": Case(seed=6, heads=8, kv_heads=4, rows=2, sinks=True, causal=False),
     "fp32": Case(seed=9, dtype=torch.float32),
     "strided": Case(seed=9, strided=True),
 }
@@ -113,6 +122,8 @@ def results(attend, batch, case):
         sinks = torch.linspace(-2, 4, case.heads, dtype=case.dtype, requires_grad=True)
         tensors.append(sinks)
         options["sinks"] = sinks
+    if not case.causal:
+        options["causal"] = False
     out = attend(*tensors[:3], spans=batch.spans, **options)
     return [out.detach(), *torch.autograd.grad(out, tensors, batch["d_out"])]
 

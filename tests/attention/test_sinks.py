@@ -18,20 +18,42 @@ assert gpu  # a fixture
 LENGTHS = [150, 1, 29, 120]
 
 
-def written_out(q, k, v, sinks, *, lengths, window=None, softcap=None, scale=0.7):
+def written_out(q, k, v, sinks=None, *, lengths, window=None, softcap=None, scale=0.7, causal=True):
     """An explicit softmax over all keys of a row and the sink, of which no value is taken."""
     flat_q = q.flatten(0, 1)
     groups = q.shape[2] // k.shape[2]
     flat_k, flat_v = (x.flatten(0, 1).repeat_interleave(groups, dim=1) for x in (k, v))
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    allowed = (documents[:, None] == documents[None, :]).tril()
+    allowed = documents[:, None] == documents[None, :]
+    allowed = allowed.tril() if causal else allowed
     allowed &= torch.ones_like(allowed).triu(1 - (window or len(allowed)))
     scores = torch.einsum("qhd,khd->hqk", flat_q, flat_k) * scale
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~allowed, -torch.inf)
+    if sinks is None:
+        sinks = scores.new_full(q.shape[2:3], -torch.inf)
     sink = sinks[:, None, None].expand(-1, len(flat_q), 1)
     weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
     return torch.einsum("hqk,khd->qhd", weights, flat_v).unflatten(0, q.shape[:2])
+
+
+@pytest.mark.parametrize("softcap", [None, 0.5])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("name", ["sdpa", "flash", "math", "varlen", "flex", "ring", "ulysses"])
+def test_every_attention_sees_both_sides_if_it_is_not_causal(monkeypatch, name, sinks, softcap):
+    attend = attention_of(name, monkeypatch)
+    tensors = inputs_with_sinks(kv_heads=2, dim=16, values=12)[: None if sinks else 3]
+
+    def call(q, k, v, sinks=None):
+        options = {} if sinks is None else {"sinks": sinks}
+        spans = spans_of(LENGTHS)
+        return attend(q, k, v, spans=spans, softcap=softcap, scale=0.7, causal=False, **options)
+
+    masked = partial(written_out, lengths=LENGTHS, softcap=softcap, causal=False)
+    with warnings.catch_warnings(action="ignore"):
+        assert_equal(output_and_gradients(call, tensors), output_and_gradients(masked, tensors))
+    with pytest.raises(ValueError, match="a window of 5 keys counts back from the query"):
+        attend(*tensors[:3], spans=spans_of(LENGTHS), window=5, causal=False)
 
 
 def inputs_with_sinks(heads=4, **sizes):

@@ -232,8 +232,10 @@ CALLS = {
         "kv_heads": 2,
         "mlp_width": 8,
     },
+    "models.Delta": lambda: {"key_heads": 2, "value_heads": 4, "key_size": 8, "value_size": 8},
     "models.Experts": lambda: {"count": 4, "top_k": 2, "width": 8, "scores": "sigmoid"},
     "models.Latents": lambda: {"kv_rank": 4, "plain": 2, "rotary": 2, "values": 2},
+    "models.FullHeads": lambda: {"size": 8, "kv_heads": 2},
     "models.LinearScaling": lambda: {"factor": 2.0},
     "models.Llama3Scaling": lambda: {"factor": 2.0},
     "models.LongRopeScaling": lambda: {
@@ -242,6 +244,7 @@ CALLS = {
         "original_length": 8,
         "context": 16,
     },
+    "models.ProportionalScaling": lambda: {"part": 0.5},
     "models.Sliding": lambda: {"window": 4},
     "models.YarnScaling": lambda: {"factor": 2.0, "original_length": 8},
     "models.update_routers_": lambda: {

@@ -21,6 +21,7 @@ from trainkit.models import (
     DecoderConfig,
     Llama3Scaling,
     Norms,
+    YarnScaling,
     build_decoder,
     call_model,
     call_with_noise,
@@ -426,6 +427,10 @@ def test_options_have_the_promised_names_values_and_facts(config):
     assert config_from_facts(before) == SMALL
     later = {name: x for name, x in plain.items() if name not in before}
     assert {*later.values()} <= {None, False}  # which is no change to a run that began before
+    yarn = attrs.evolve(SMALL, rope_scaling=YarnScaling(factor=2.0, original_length=16))
+    old = attrs.asdict(yarn)
+    assert old["rope_scaling"].pop("fractional") is False
+    assert config_from_facts(old) == yarn
 
 
 _FIELDS_OF_OLD = {
@@ -585,8 +590,17 @@ MIXTURES = {
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "deepseek-v3": 671_026_404_352,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
-SMALL_SIZES = {"tiny": 0.9e6, "10m": 10e6, "60m": 60e6, "125m": 125e6, "350m": 350e6}
+SMALL_SIZES = {
+    "tiny": 0.9e6,
+    "tiny-hybrid": 0.9e6,
+    "10m": 10e6,
+    "60m": 60e6,
+    "125m": 125e6,
+    "350m": 350e6,
+}
 
 
 def test_every_named_size_is_pinned():

@@ -104,7 +104,7 @@ def test_sizes_that_torch_does_not_group_are_multiplied_one_by_one():
 
 def test_a_layer_of_experts_is_the_same_grouped_and_one_by_one(monkeypatch):
     torch.manual_seed(0)
-    layer, found = experts.ExpertWeights(4, 16, 24, bias=True, clamp=0.5), []
+    layer, found = experts.ExpertWeights(4, 16, 24, bias=True, clamp=0.5, sigmoid_scale=1.7), []
     for p in layer.parameters():
         nn.init.normal_(p, std=0.3)
     rows, counts = torch.randn(9, 16, requires_grad=True), torch.tensor([4, 0, 3, 2])
@@ -129,7 +129,7 @@ def by_hand(layer, rows, counts):
     for x, e in zip(rows, chosen, strict=True):
         gate = torch.minimum(layer.gate[e] @ x + layer.gate_bias[e], torch.tensor(0.5))
         up = (layer.up[e] @ x + layer.up_bias[e]).clamp(-0.5, 0.5)
-        inner = (up + 1) * gate / (1 + torch.exp(-layer.sigmoid_scale * gate))
+        inner = (up + 1) * gate / (1 + torch.exp(-1.7 * gate))
         out.append(layer.down[e] @ inner + layer.down_bias[e])
     return torch.stack(out)
 

@@ -30,8 +30,11 @@ def start(out, tracker, env, *flags):
         return subprocess.Popen([*map(str, command)], env=env, stdout=file, stderr=file)
 
 
-def end_and_go_on(out, tracker, env, number=signal.SIGKILL):
+def end_and_go_on(out, tracker, env, number=signal.SIGKILL, find_sent=None):
     """End a run by a signal some time after its first checkpoint, and start it again.
+
+    `find_sent` returns the newest step that the tracker has: what waits to be sent is lost, and
+    that of the checkpoint must not be.
 
     Return the step that it goes on from, and the losses of all steps.
     """
@@ -43,13 +46,15 @@ def end_and_go_on(out, tracker, env, number=signal.SIGKILL):
         control_run(out, "save")
         saved = len(lines_of(out)) + 1
         wait_until(process, lambda: list((out / "checkpoints").glob("step_*")))
-        # What waits to be sent, a second at most, is lost: the checkpoint's steps have been.
-        time.sleep(3)
+        if find_sent is None:
+            time.sleep(3)  # they write once a second or so
+        else:
+            wait_until(process, lambda: find_sent() >= find_saved(out))
         wait_until(process, lambda: len(lines_of(out)) > saved + 10)
         process.send_signal(number)
         code = process.wait()
     assert code == (75 if number == signal.SIGTERM else -number)
-    step = max(int(x.name.removeprefix("step_")) for x in (out / "checkpoints").glob("step_*"))
+    step = find_saved(out)
     ended = len(lines_of(out))
     assert start(out, tracker, env, "--steps", ended + MORE).wait() == 0
     text = (out.parent / "output").read_text()
@@ -60,6 +65,10 @@ def end_and_go_on(out, tracker, env, number=signal.SIGKILL):
     name = signal.Signals(number).name
     print(f"{tracker}: {name} after step {ended}, gone on from step {step} to {len(losses)}")
     return step, losses
+
+
+def find_saved(out):
+    return max(int(x.name.removeprefix("step_")) for x in (out / "checkpoints").glob("step_*"))
 
 
 def lines_of(out):
@@ -144,8 +153,15 @@ def test_mlflow_has_one_run(tmp_path):
     try:
         wait_until(server, lambda: answers(f"{url}/health"))
         given = {"MLFLOW_TRACKING_URI": url, "MLFLOW_DISABLE_TELEMETRY": "true"}
-        _, losses = end_and_go_on(tmp_path / "run", "mlflow", given)
         client = MlflowClient(url)
+
+        def find_sent():
+            experiments = [x.experiment_id for x in client.search_experiments()]
+            return max(
+                (x.data.metrics.get("step", 0) for x in client.search_runs(experiments)), default=0
+            )
+
+        _, losses = end_and_go_on(tmp_path / "run", "mlflow", given, find_sent=find_sent)
         home = client.get_experiment_by_name("trainkit").experiment_id
         [run] = client.search_runs([home])
         assert run.data.tags["trainkit.run"] == get_run_id(tmp_path / "run")["run"]

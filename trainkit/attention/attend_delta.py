@@ -159,14 +159,15 @@ def _attend_heads(
     attend: AttendDelta,
     axis: Axis,
 ) -> Tensor:
-    check_heads(v, k, axis)
-    q, k = repeat_heads(q, axis), repeat_heads(k, axis)
+    check_heads(v, k, axis.count)
+    q, k = repeat_heads(q, axis.count), repeat_heads(k, axis.count)
     q, k, v = exchange_heads((q, k, v), axis)
     # Gates are in a dtype of their own, and need a message of their own.
     gates = exchange_heads((log_decay.unsqueeze(3), beta.unsqueeze(3)), axis)
     log_decay, beta = (gate.squeeze(3) for gate in gates)
     q_conv, k_conv, v_conv = (
-        repeat_heads(kernel, axis, dim=0).chunk(axis.count)[axis.index] for kernel in convolutions
+        repeat_heads(kernel, axis.count, dim=0).chunk(axis.count)[axis.index]
+        for kernel in convolutions
     )
     out = attend(
         q,

@@ -184,16 +184,17 @@ def _cpu_backward_op(
     return op(d_out, *qkv, *result, 0.0, causal, attn_mask=mask, scale=scale)
 
 
-def attend_cpu(qkv: QueryKeyValue, sinks: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
-    """Return attention with sinks on a CPU, of documents `[n, H, L, D]`; causal without a mask.
+def attend_cpu(
+    qkv: QueryKeyValue, sinks: Tensor, *, mask: Tensor | None, scale: float, causal: bool
+) -> Tensor:
+    """Return attention with sinks on a CPU, of documents `[n, H, L, D]`; causal or with a mask.
 
     Examples:
         >>> qkv = tuple(torch.ones(3, 1, 2, 4, 8))
-        >>> attend_cpu(qkv, torch.zeros(2), mask=None, scale=0.5).shape
+        >>> attend_cpu(qkv, torch.zeros(2), mask=None, scale=0.5, causal=True).shape
         torch.Size([1, 2, 4, 8])
     """
     q, k, v = map(make_last_dim_dense, qkv)
-    causal = mask is None
     return attend(
         (q, k, v),
         sinks.unsqueeze(-1),  # [H, 1], for every query
@@ -513,9 +514,10 @@ def attend_spans(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    causal: bool = True,
     kernel: BlockKernel | None = None,
 ) -> Tensor:
-    """Return causal attention inside each span by a kernel, in memory linear in the tokens.
+    """Return attention inside each span by a kernel, in memory linear in the tokens.
 
     Other arguments and the result are those of `sdpa`. The kernel is by default the fastest that
     takes the tensors, the window and the soft cap.
@@ -526,7 +528,7 @@ def attend_spans(
         >>> attend_spans(q, k, v, spans=spans_from_rows(1, 4), scale=1.0).shape
         torch.Size([1, 4, 2, 8])
     """
-    block = BlockSpans(spans, spans, causal=True, scale=scale, window=window, softcap=softcap)
+    block = BlockSpans(spans, spans, causal=causal, scale=scale, window=window, softcap=softcap)
     if kernel is None:
         kernel = choose_block_kernel(wider(q, v))
         # Of whole documents the flash kernel for CUDA knows the window.

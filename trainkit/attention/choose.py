@@ -270,9 +270,18 @@ def _math(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
     q, k, v, scale = check_inputs(
-        q, k, v, spans=spans, scale=scale, window=window, softcap=softcap, sinks=sinks
+        q,
+        k,
+        v,
+        spans=spans,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        causal=causal,
     )
     return attend_spans(
         q,
@@ -283,6 +292,7 @@ def _math(
         window=window,
         softcap=softcap,
         sinks=sinks,
+        causal=causal,
         kernel=matmul,
     )
 

@@ -38,7 +38,9 @@ def flex() -> Attend:
         >>> from trainkit.models import Decoder, make_decoder_config
         >>> model = Decoder(make_decoder_config("tiny", vocab_size=256), attend=flex())
     """
-    masks_of_spans: WeakKeyDictionary[Spans, dict[int | None, Any]] = WeakKeyDictionary()
+    masks_of_spans: WeakKeyDictionary[Spans, dict[tuple[int | None, bool], Any]] = (
+        WeakKeyDictionary()
+    )
 
     def attend(
         q: Tensor,
@@ -50,13 +52,24 @@ def flex() -> Attend:
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        causal: bool = True,
     ) -> Tensor:
         q, k, v, scale = check_inputs(
-            q, k, v, spans=spans, scale=scale, window=window, softcap=softcap, sinks=sinks
+            q,
+            k,
+            v,
+            spans=spans,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            causal=causal,
         )
         masks = masks_of_spans.setdefault(spans, {})
-        if window not in masks:
-            masks[window] = block_mask(spans, q.shape[0] * q.shape[1], window=window)
+        key = window, causal
+        if key not in masks:
+            tokens = q.shape[0] * q.shape[1]
+            masks[key] = block_mask(spans, tokens, window=window, causal=causal)
         # One row of all tokens, heads first.
         q_, k_, v_ = (x.flatten(0, 1).transpose(0, 1)[None] for x in pad_heads(q, k, v))
         out = _attention(compiled=q.is_cuda)(
@@ -64,7 +77,7 @@ def flex() -> Attend:
             k_,
             v_,
             score_mod=_make_softcap(softcap),
-            block_mask=masks[window],
+            block_mask=masks[key],
             scale=scale,
             enable_gqa=q.shape[2] != k.shape[2],
             return_aux=None if sinks is None else _ask_lse(),
@@ -106,16 +119,17 @@ def _make_softcap(softcap: float | None) -> Any:
     return score_mod
 
 
-def block_mask(spans: Spans, tokens: int, *, window: int | None = None) -> Any:
-    """Return torch's `BlockMask` of causal attention inside each span, without a host sync.
+def block_mask(spans: Spans, tokens: int, *, window: int | None = None, causal: bool = True) -> Any:
+    """Return torch's `BlockMask` of attention inside each span, without a host sync.
 
     `create_block_mask` evaluates every pair of tokens. Here the first and the last token of each
-    block are enough, because the first key that a query sees never decreases.
+    block are enough, because neither the first nor the last key that a query sees ever decreases.
 
     Args:
         spans: The documents.
         tokens: The number of their tokens.
         window: The number of keys that a query attends to at most, including its own.
+        causal: Whether a query sees no key after itself.
 
     Examples:
         >>> from trainkit.batch import spans_from_rows
@@ -127,18 +141,22 @@ def block_mask(spans: Spans, tokens: int, *, window: int | None = None) -> Any:
     ends = spans.cu_seqlens
     device = ends.device
     token = torch.arange(tokens, device=device, dtype=torch.int32)
-    first_key = ends[torch.searchsorted(ends, token, right=True) - 1]
+    document = torch.searchsorted(ends, token, right=True)
+    first_key = ends[document - 1]
+    last_key = token if causal else ends[document] - 1
     if window is not None:
         first_key = torch.maximum(first_key, token - (window - 1))
     # Rows are blocks of queries, columns blocks of keys, each by its first token.
     queries, keys = token[::BLOCK, None], token[None, ::BLOCK]
     last_queries = (queries + (BLOCK - 1)).clamp(max=tokens - 1)
-    is_visible = (keys <= queries) & (keys + BLOCK > first_key[queries])
+    is_visible = (keys <= last_key[last_queries]) & (keys + BLOCK > first_key[queries])
     # All keys of these blocks are visible to all queries, so the kernel needs no mask inside.
-    is_full = is_visible & (keys < queries) & (keys >= first_key[last_queries])
+    # Those of the queries' own block are not, where attention is causal.
+    is_full = keys + (BLOCK - 1) <= last_key[queries]
+    is_full = is_visible & is_full & (keys >= first_key[last_queries])
 
     def mask_mod(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (key >= first_key[query])
+        return (key <= last_key[query]) & (key >= first_key[query])
 
     return BlockMask.from_kv_blocks(
         *_list_blocks(is_visible & ~is_full),

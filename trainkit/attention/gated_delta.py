@@ -34,12 +34,12 @@ def gated_delta(
     beta: Tensor,
     spans: Spans,
     scale: float | None = None,
-    chunk: int = 64,
+    chunk: int | None = None,
 ) -> Tensor:
     """Return the gated delta rule inside each span, from a state of zeros.
 
-    Sums are in fp32, in fp64 for fp64 inputs. Documents that do not divide by `chunk` are padded to
-    it, so many documents of a few tokens want smaller chunks; the chunk changes only the rounding.
+    Sums are in fp32, in fp64 for fp64 inputs. Documents are padded to whole chunks; the chunk
+    changes only the rounding.
 
     Args:
         q: Queries `[B, S, K, D]`.
@@ -52,7 +52,7 @@ def gated_delta(
             stable as well).
         spans: The documents, over the flattened rows.
         scale: The factor of queries; 1 / sqrt(D) by default.
-        chunk: The number of tokens in a chunk.
+        chunk: The number of tokens in a chunk; by default that of `choose_chunk`.
 
     Returns:
         `[B, S, H, E]`, of v's dtype.
@@ -86,7 +86,7 @@ def gated_delta_with_states(
     beta: Tensor,
     spans: Spans,
     scale: float | None = None,
-    chunk: int = 64,
+    chunk: int | None = None,
     initial: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gated delta rule inside each span, and the state after each.
@@ -119,7 +119,7 @@ def gated_delta_with_states(
         ([0.5, 0.75], 0.75)
     """
     check_delta_inputs(q, k, v, log_decay=log_decay, beta=beta, spans=spans, chunk=chunk)
-    layout = lay_out_chunks(spans, chunk)
+    layout = lay_out_chunks(spans, chunk or choose_chunk(spans, k.shape[3]))
     with torch.autocast(v.device.type, enabled=False):
         chunks = make_chunks(q, k, v, log_decay=log_decay, beta=beta, scale=scale, layout=layout)
         if initial is None:
@@ -177,7 +177,7 @@ def check_delta_inputs(
     log_decay: Tensor,
     beta: Tensor,
     spans: Spans,
-    chunk: int,
+    chunk: int | None,
 ) -> None:
     """Check the inputs of the gated delta rule, before anything is computed or communicated.
 
@@ -188,7 +188,7 @@ def check_delta_inputs(
         log_decay: The logarithm of the decay.
         beta: The strength of the update.
         spans: The documents, over the flattened rows.
-        chunk: The number of tokens in a chunk.
+        chunk: The number of tokens in a chunk, or None.
 
     Raises:
         ValueError: Shapes do not fit each other, the spans do not cover the tokens, or the chunk is
@@ -220,7 +220,7 @@ def check_delta_inputs(
             f"k {tuple(k.shape)}, v {tuple(v.shape)}, log_decay {tuple(log_decay.shape)} and "
             f"beta {tuple(beta.shape)}"
         )
-    check_range("gated_delta", at_least=1, chunk=chunk)
+    check_range("gated_delta", at_least=1, chunk=1 if chunk is None else chunk)
     if spans.lengths.sum() != q.shape[0] * q.shape[1]:
         raise ValueError(
             f"gated_delta: the spans have {spans.lengths.sum()} tokens, q has {q.shape[0]} x "
@@ -250,6 +250,29 @@ class ChunkLayout:
     counts: tuple[int, ...]
     order: Tensor
     slots: Tensor | None
+
+
+def choose_chunk(spans: Spans, key_size: int) -> int:
+    """Return the number of tokens in a chunk, 16, 32 or 64, that multiplies least.
+
+    A chunk C of keys of size D costs about D (5 C^2 + 3 C D + D^2) products, padding included, so
+    small keys and short documents want small chunks.
+
+    Args:
+        spans: The documents.
+        key_size: The size of a head of keys.
+
+    Examples:
+        >>> from trainkit.batch import spans_from_rows
+        >>> choose_chunk(spans_from_rows(1, 4096), 128), choose_chunk(spans_from_rows(512, 8), 128)
+        (64, 16)
+    """
+
+    def count(size: int) -> int:
+        chunks = int((-(-spans.lengths // size)).sum())
+        return chunks * (5 * size**2 + 3 * size * key_size + key_size**2)
+
+    return min((16, 32, 64), key=count)
 
 
 def lay_out_chunks(spans: Spans, size: int) -> ChunkLayout:

@@ -20,6 +20,7 @@ def check_inputs(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    causal: bool = True,
     parts: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, float]:
     """Check the inputs of attention; return queries, keys and values of one dtype, and the scale.
@@ -36,12 +37,14 @@ def check_inputs(
         window: The number of keys that a query attends to at most, including its own.
         softcap: The bound of scores, by tanh.
         sinks: One more logit for each query head, `[H]`.
+        causal: Whether a query sees no key after itself.
         parts: The number of ranks over which the tokens of these rows are sharded.
 
     Raises:
         ValueError: Shapes or dtypes do not fit each other, there are no tokens, the spans do not
             cover them, the scale or the soft cap is not a finite number above 0, the window is
-            below 1, or there is not one sink for each query head.
+            below 1 or for attention that is not causal, or there is not one sink for each query
+            head.
 
     Examples:
         >>> from trainkit.batch import spans_from_rows
@@ -75,6 +78,11 @@ def check_inputs(
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"attention: softcap must be a finite number above 0, got {softcap}")
     check_range("attention", at_least=1, window=window)
+    if window is not None and not causal:
+        raise ValueError(
+            f"attention: a window of {window} keys counts back from the query, and causal=False "
+            "sees both sides; leave one of them out"
+        )
     if sinks is not None and (sinks.shape != q.shape[2:3] or not sinks.is_floating_point()):
         raise ValueError(
             f"attention: sinks must be one logit for each of {q.shape[2]} query heads, "

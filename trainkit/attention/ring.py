@@ -37,7 +37,7 @@ from trainkit.types import Attend, Axis, Spans
 
 
 def ring(axis: Axis, *, kernel: BlockKernel | None = None) -> Attend:
-    """Return causal attention over documents whose zigzag shards are on the ranks of an axis.
+    """Return attention over documents whose zigzag shards are on the ranks of an axis.
 
     It equals `sdpa` over the full rows. Each rank computes about 1/N of it, and receives the next
     keys and values meanwhile. In backward keys and values go around once more, together with their
@@ -81,11 +81,20 @@ def _attend(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    causal: bool = True,
     axis: Axis,
     kernel: BlockKernel | None,
 ) -> Tensor:
     q, k, v, scale = check_inputs(
-        q, k, v, spans=spans, scale=scale, window=window, softcap=softcap, sinks=sinks
+        q,
+        k,
+        v,
+        spans=spans,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        causal=causal,
     )
     multiple = 2 * axis.count
     odd = np.flatnonzero(spans.lengths % 2)
@@ -100,7 +109,11 @@ def _attend(
     if window is not None and window >= spans.max_length * axis.count:
         window = None
     q_, k_, v_ = (x.flatten(0, 1) for x in (q, k, v))
-    views = _make_views(spans, axis, scale=scale, window=window, softcap=softcap)
+    if causal:
+        views = _make_views(spans, axis, scale=scale, window=window, softcap=softcap)
+    else:  # all queries see the keys of every rank, whatever their places
+        block = BlockSpans(spans, spans, causal=False, scale=scale, softcap=softcap)
+        views = [_View(slice(None), slice(None), block)] * axis.count
     kernel = choose_block_kernel(wider(q_, v_)) if kernel is None else kernel
     if kernel.plain_only and not views[0].block.plain:
         kernel = matmul

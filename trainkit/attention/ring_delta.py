@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from trainkit.attention.causal_conv import causal_conv, last_inputs
 from trainkit.attention.gated_delta import (
     check_delta_inputs,
+    choose_chunk,
     gated_delta,
     lay_out_chunks,
     make_chunks,
@@ -89,11 +90,12 @@ def _ring_gated_delta(
     beta: Tensor,
     spans: Spans,
     scale: float | None = None,
-    chunk: int = 64,
+    chunk: int | None = None,
     axis: Axis,
 ) -> Tensor:
     check_delta_inputs(q, k, v, log_decay=log_decay, beta=beta, spans=spans, chunk=chunk)
-    layout = lay_out_chunks(_halve(spans, "ring_gated_delta"), chunk)
+    halves = _halve(spans, "ring_gated_delta")
+    layout = lay_out_chunks(halves, chunk or choose_chunk(halves, k.shape[3]))
     with torch.autocast(v.device.type, enabled=False):
         chunks = make_chunks(q, k, v, log_decay=log_decay, beta=beta, scale=scale, layout=layout)
         # One scan gives both matrices of a part: what becomes of the identity, and of zeros.

@@ -33,8 +33,9 @@ def sdpa(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Return causal attention inside each span, one `scaled_dot_product_attention` per span.
+    """Return attention inside each span, one `scaled_dot_product_attention` per span.
 
     Spans of one common length take a single batched call. `torch.compile` does not trace this
     function (one graph break), because the lengths are host integers that change with every batch.
@@ -52,6 +53,7 @@ def sdpa(
             optimization with reinforcement learning", 2016; Gemma 2).
         sinks: `[H]`, one more logit in the softmax of each head, whose value is zero; see
             `add_sink`.
+        causal: Whether a query sees no key after itself; without it all of its document.
 
     Returns:
         `[B, S, H, E]`, of q's dtype; under autocast of autocast's.
@@ -59,7 +61,7 @@ def sdpa(
     Raises:
         ValueError: Shapes or dtypes do not fit each other, there are no tokens, the spans do not
             cover the B * S tokens, the scale or the soft cap is not a finite number above 0, the
-            window is below 1, or there is not one sink for each query head.
+            window is below 1 or not causal, or there is not one sink for each query head.
 
     Examples:
         >>> import numpy as np
@@ -72,7 +74,17 @@ def sdpa(
     """
     # Disabled here and not by a decorator: `disable` imports torch._dynamo, 1.1 s (torch 2.13).
     call = torch.compiler.disable(_attend) if torch.compiler.is_compiling() else _attend
-    return call(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    return call(
+        q,
+        k,
+        v,
+        spans=spans,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        causal=causal,
+    )
 
 
 def _attend(
@@ -85,9 +97,18 @@ def _attend(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    causal: bool,
 ) -> Tensor:
     q, k, v, scale = check_inputs(
-        q, k, v, spans=spans, scale=scale, window=window, softcap=softcap, sinks=sinks
+        q,
+        k,
+        v,
+        spans=spans,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        causal=causal,
     )
     # A window that hides nothing would cost a mask, and with it the flash kernel.
     if window is not None and window >= spans.max_length:
@@ -96,11 +117,21 @@ def _attend(
     # `attend_cpu` has it from the operator below that function.
     if softcap is not None or (sinks is not None and q.device.type != "cpu"):
         return attend_spans(
-            q, k, v, spans=spans, scale=scale, window=window, softcap=softcap, sinks=sinks
+            q,
+            k,
+            v,
+            spans=spans,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            causal=causal,
         )
     size = v.shape[3]
     q, k, v = pad_heads(q, k, v)
-    out = _attend_documents(q, k, v, spans=spans, scale=scale, window=window, sinks=sinks)
+    out = _attend_documents(
+        q, k, v, spans=spans, scale=scale, window=window, sinks=sinks, causal=causal
+    )
     return out if size == out.shape[3] else out[..., :size]
 
 
@@ -113,13 +144,14 @@ def _attend_documents(
     scale: float,
     window: int | None,
     sinks: Tensor | None,
+    causal: bool,
 ) -> Tensor:
     mask = None if window is None else _make_mask(q, window, longest=spans.max_length)
-    if not _has_fused_kernel(q, k, v, mask):
+    if not _has_fused_kernel(q, k, v, mask, causal=causal):
         groups = q.shape[2] // k.shape[2]
         k_, v_ = (x.repeat_interleave(groups, dim=2) for x in (k, v))
-        if not _has_fused_kernel(q, k_, v_, mask):
-            return attend_spans(q, k, v, spans=spans, scale=scale, window=window)
+        if not _has_fused_kernel(q, k_, v_, mask, causal=causal):
+            return attend_spans(q, k, v, spans=spans, scale=scale, window=window, causal=causal)
         k, v = k_, v_
     lengths = spans.lengths.tolist()
     if mask is None and len(set(lengths)) == 1:
@@ -130,7 +162,7 @@ def _attend_documents(
         documents = (_heads_first(x, 1).split(lengths, dim=2) for x in (q, k, v))
         parts = zip(*documents, strict=True)
     outputs = [
-        _call_torch(*chunk, scale=scale, sinks=sinks)
+        _call_torch(*chunk, scale=scale, sinks=sinks, causal=causal)
         for q_, k_, v_ in parts
         for chunk in _split_chunks(q_, k_, v_, mask)
     ]
@@ -139,10 +171,18 @@ def _attend_documents(
 
 
 def _call_torch(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    sinks: Tensor | None,
+    causal: bool,
 ) -> Tensor:
+    causal = causal and mask is None
     if sinks is not None:
-        return attend_cpu((q, k, v), sinks, mask=mask, scale=scale)
+        return attend_cpu((q, k, v), sinks, mask=mask, scale=scale, causal=causal)
     groups = q.shape[1] // k.shape[1]
     if q.is_cuda and k.shape[2] == 1 and groups > 1:
         # cuDNN takes no single key, and the kernel that does takes no groups of heads (torch 2.13).
@@ -153,7 +193,7 @@ def _call_torch(
         k,
         v,
         attn_mask=mask,
-        is_causal=mask is None,
+        is_causal=causal,
         scale=scale,
         enable_gqa=groups > 1,
     )
@@ -195,7 +235,9 @@ def _unfold(x: Tensor, size: int, step: int) -> Tensor:
     return x[0].unfold(1, size, step).permute(1, 0, 3, 2)
 
 
-def _has_fused_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+def _has_fused_kernel(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool
+) -> bool:
     """Return whether torch has a kernel that does not store all scores."""
     # torch would silently use one that does. A kernel that takes a mask takes causal attention too.
     if not q.is_cuda:
@@ -206,7 +248,7 @@ def _has_fused_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> b
         q_, k_, v_ = q_[:, :, :queries], k_[:, :, :keys], v_[:, :, :keys]
     backend = torch.backends.cuda
     is_grouped = q.shape[2] != k.shape[2]
-    params = backend.SDPAParams(q_, k_, v_, mask, 0.0, mask is None, is_grouped)
+    params = backend.SDPAParams(q_, k_, v_, mask, 0.0, causal and mask is None, is_grouped)
     kernels = ("flash", "efficient", "cudnn")
     return any(getattr(backend, f"can_use_{kernel}_attention")(params) for kernel in kernels)
 

@@ -62,6 +62,7 @@ def _attend(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    causal: bool = True,
     attend: Attend,
     axis: Axis,
 ) -> Tensor:
@@ -74,33 +75,36 @@ def _attend(
         window=window,
         softcap=softcap,
         sinks=sinks,
+        causal=causal,
         parts=axis.count,
     )
-    check_heads(q, k, axis)
-    q, k, v = exchange_heads((q, repeat_heads(k, axis), repeat_heads(v, axis)), axis)
+    check_heads(q, k, axis.count)
+    k, v = repeat_heads(k, axis.count), repeat_heads(v, axis.count)
+    q, k, v = exchange_heads((q, k, v), axis)
     if sinks is not None:
         sinks = sinks.chunk(axis.count)[axis.index]
+    if not causal:  # a kernel of the caller's own may have no such option
+        attend = partial(attend, causal=False)
     out = attend(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap, sinks=sinks)
     # Back to this rank's tokens, with all heads.
     return all_to_all(out, axis, split_dim=1, gather_dim=2)
 
 
-def repeat_heads(x: Tensor, axis: Axis, *, dim: int = 2) -> Tensor:
-    """Return heads that are repeated until there is one for each rank of an axis.
+def repeat_heads(x: Tensor, ranks: int, *, dim: int = 2) -> Tensor:
+    """Return heads that are repeated until there is one for each rank.
 
     Args:
-        x: Heads along `dim`; the size of the axis divides their number, or is a multiple of it.
-        axis: The ranks.
+        x: Heads along `dim`; the number of ranks divides theirs, or is a multiple of it.
+        ranks: The number of ranks.
         dim: The dimension of heads.
 
     Examples:
-        >>> from trainkit.mesh import solo_parallel
-        >>> repeat_heads(torch.ones(1, 2, 3, 4), solo_parallel().ulysses).shape
-        torch.Size([1, 2, 3, 4])
+        >>> repeat_heads(torch.ones(1, 2, 3, 4), 6).shape
+        torch.Size([1, 2, 6, 4])
     """
     # A rank's query heads all belong to one key head then, which is its only one.
     heads = x.shape[dim]
-    return x if heads >= axis.count else x.repeat_interleave(axis.count // heads, dim=dim)
+    return x if heads >= ranks else x.repeat_interleave(ranks // heads, dim=dim)
 
 
 def exchange_heads(tensors: Sequence[Tensor], axis: Axis) -> list[Tensor]:
@@ -133,32 +137,30 @@ def exchange_heads(tensors: Sequence[Tensor], axis: Axis) -> list[Tensor]:
     ]
 
 
-def check_heads(q: Tensor, k: Tensor, axis: Axis) -> None:
-    """Check that heads can be split over an axis, before anything is sent.
+def check_heads(q: Tensor, k: Tensor, ranks: int) -> None:
+    """Check that ranks can divide the heads among them, before anything is sent.
 
     Args:
         q: Queries `[B, S, H, D]`, or the values of a delta layer.
         k: Keys `[B, S, K, D]`.
-        axis: The ranks.
+        ranks: The number of ranks.
 
     Raises:
-        ValueError: Their number does not divide H, or neither it and K divides the other.
+        ValueError: It does not divide H, or neither it and K divides the other.
 
     Examples:
-        >>> from trainkit.mesh import solo_parallel
-        >>> check_heads(torch.ones(1, 2, 4, 8), torch.ones(1, 2, 2, 8), solo_parallel().ulysses)
+        >>> check_heads(torch.ones(1, 2, 4, 8), torch.ones(1, 2, 2, 8), 4)
     """
-    count = axis.count
     heads = q.shape[2]
     kv_heads = k.shape[2]
-    if heads % count:
+    if heads % ranks:
         raise ValueError(
-            f"ulysses: {heads} query heads do not divide over {count} ranks; choose a degree that "
+            f"ulysses: {heads} query heads do not divide over {ranks} ranks; choose a degree that "
             f"divides {heads}"
         )
     # Fewer key heads than ranks are repeated, which needs equally many copies of each.
-    if kv_heads % count and count % kv_heads:
+    if kv_heads % ranks and ranks % kv_heads:
         raise ValueError(
-            f"ulysses: {kv_heads} key heads and {count} ranks: one must divide the other; choose "
+            f"ulysses: {kv_heads} key heads and {ranks} ranks: one must divide the other; choose "
             f"a degree that divides {kv_heads}, or a multiple of it"
         )

@@ -22,8 +22,9 @@ def varlen(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Return causal attention inside each span, in one kernel where torch has one.
+    """Return attention inside each span, causal by default, in one kernel where torch has one.
 
     `torch.nn.attention.varlen.varlen_attn` is used where it works: on CUDA, from Ampere on, in fp16
     and bf16 (under autocast in fp32 too), with head sizes that are multiples of 8, up to 256. The
@@ -41,6 +42,7 @@ def varlen(
         window: The number of keys that a query attends to at most, including its own.
         softcap: The bound of scores, by tanh.
         sinks: One more logit in the softmax of each query head, `[H]`; see `add_sink`.
+        causal: Whether a query sees no key after itself.
 
     Returns:
         `[B, S, H, E]`, of q's dtype; under autocast of autocast's.
@@ -58,15 +60,40 @@ def varlen(
         True
     """
     q, k, v, scale = check_inputs(
-        q, k, v, spans=spans, scale=scale, window=window, softcap=softcap, sinks=sinks
+        q,
+        k,
+        v,
+        spans=spans,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        causal=causal,
     )
     if softcap is None and sinks is None and flash_takes(wider(q, v)):
-        return flash_varlen(q, k, v, spans=spans, scale=scale, window=window)
-    return sdpa(q, k, v, spans=spans, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return flash_varlen(q, k, v, spans=spans, scale=scale, window=window, causal=causal)
+    return sdpa(
+        q,
+        k,
+        v,
+        spans=spans,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        causal=causal,
+    )
 
 
 def flash_varlen(
-    q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spans: Spans,
+    scale: float,
+    window: int | None = None,
+    causal: bool = True,
 ) -> Tensor:
     """Call torch's `varlen_attn` for a packed batch, on CUDA only, without the checks of `varlen`.
 
@@ -91,7 +118,7 @@ def flash_varlen(
         spans.max_length,
         spans.max_length,
         scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),  # causal
+        window_size=(-1 if window is None else window - 1, 0 if causal else -1),
     )
     assert isinstance(out, Tensor)  # a tuple only when asked for the log-sum-exp
     return out[..., : v.shape[3]].unflatten(0, q.shape[:2])

@@ -178,11 +178,12 @@ def _attention_flops(
         if is_sliding and config.sliding is None:
             continue
         kind = [n for i, n in enumerate(passes) if (i in config.sliding_layers) == is_sliding]
+        full_heads = None if is_sliding else config.full_heads
         flops += model_flops(
             linear_parameters=0,
             layers=sum(kind),
             heads=config.heads,
-            head_dim=(config.head_size + config.value_size) / 2,
+            head_dim=full_heads.size if full_heads else (config.head_size + config.value_size) / 2,
             lengths=lengths,
             window=config.sliding.window if is_sliding and config.sliding else None,
         )

@@ -68,8 +68,8 @@ class YarnScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float = 1.0
-    truncate: bool = True
-    """Whether the ends of the ramp are rounded to whole pairs; not in gpt-oss."""
+    fractional: bool = False
+    """Whether the ends of the ramp are not rounded to whole pairs (gpt-oss)."""
 
     def __attrs_post_init__(self) -> None:
         is_valid = 1 <= self.factor < math.inf and 1 <= self.original_length < math.inf
@@ -152,7 +152,21 @@ class LongRopeScaling:
         return self.long if self.context > self.original_length else self.short
 
 
-RopeScaling = Llama3Scaling | YarnScaling | LinearScaling | LongRopeScaling
+@attrs.frozen
+class ProportionalScaling:
+    """Rotary positions of a part of each head, with the wavelengths of all of it (Gemma 4).
+
+    The first pairs of a head turn as they would without it, and the others do not turn.
+
+    Examples:
+        >>> ProportionalScaling(part=0.25).part
+        0.25
+    """
+
+    part: float = attrs.field(validator=satisfies(lambda x: 0 < x <= 1, "above 0 and at most 1"))
+
+
+RopeScaling = Llama3Scaling | YarnScaling | LinearScaling | LongRopeScaling | ProportionalScaling
 """The scaling of rotary wavelengths for a longer context."""
 
 
@@ -190,6 +204,30 @@ class Sliding:
         # Counted from layer 0, also if windows start at a later layer.
         full = self.full_every
         return [i for i in range(self.first, layers) if not full or (i + 1) % full]
+
+
+@attrs.frozen(kw_only=True)
+class FullHeads:
+    """The heads of layers with full attention, where those of sliding layers differ (Gemma 4).
+
+    Raises:
+        ConfigError: A value is out of its range.
+
+    Examples:
+        >>> FullHeads(size=512, kv_heads=4, tied_values=True).size
+        512
+    """
+
+    size: int = attrs.field(
+        validator=satisfies(lambda value: value >= 2 and value % 2 == 0, "even and at least 2")
+    )
+    """The size of a head."""
+
+    kv_heads: int = attrs.field(validator=_POSITIVE)
+    """The number of key and value heads."""
+
+    tied_values: bool = False
+    """Whether values are the projections of the keys, before their norm and positions."""
 
 
 @attrs.frozen(kw_only=True)
@@ -279,6 +317,9 @@ class Latents:
 
     values: int = attrs.field(validator=_POSITIVE)
     """The size of a head of values (DeepSeek: v_head_dim)."""
+
+    norm_eps: float | None = attrs.field(default=None, validator=optional(_POSITIVE))
+    """Added to the mean square in the norms of latents; that of the other norms when None."""
 
 
 @attrs.frozen(kw_only=True)
@@ -421,8 +462,9 @@ class Experts:
     """The bound c of the inner values of experts (gpt-oss): with g = min(gate, c) and u = up in
     [-c, c], their product is (u + 1) * g * sigmoid(sigmoid_scale * g). None for a SwiGLU."""
 
-    sigmoid_scale: float = attrs.field(default=1.702, validator=_POSITIVE)
-    """The factor inside of the sigmoid where there is a `clamp`; 1.702 approximates GELU."""
+    sigmoid_scale: float | None = attrs.field(default=None, validator=optional(_POSITIVE))
+    """The factor inside of the sigmoid where there is a `clamp`: 1.702 approximates GELU, and None
+    is 1."""
 
     def __attrs_post_init__(self) -> None:
         try:
@@ -442,6 +484,13 @@ class Experts:
                 "Experts: a clamp is for gated experts with silu",
                 where="clamp",
                 got=attrs.asdict(self),
+            )
+        if self.clamp is None and self.sigmoid_scale is not None:
+            raise ConfigError(
+                "Experts: sigmoid_scale is for experts with a clamp, got "
+                f"{self.sigmoid_scale} without; set clamp, or leave sigmoid_scale out",
+                where="sigmoid_scale",
+                got=self.sigmoid_scale,
             )
         if self.shared_gate and not self.shared:
             raise ConfigError(
@@ -523,6 +572,9 @@ class DecoderConfig:
         score_softcap: c, where a score s becomes c * tanh(s / c) (Gemma 2).
         logit_softcap: The same for logits.
         embedding_scale: The factor of embeddings, rounded to their dtype (Gemma).
+        full_heads: The heads of layers without a sliding window; None for those of all layers.
+        value_norm: Whether values are normalized, per head and without a weight (Gemma 4).
+        layer_scales: Whether the output of each layer has a constant factor, a buffer (Gemma 4).
         residual_scale: The factor of what attention and the MLP add to the stream (Granite).
         logit_divisor: What logits are divided by (Granite).
         no_rope_every: Layers no_rope_every - 1, 2 * no_rope_every - 1, and so on have no positions
@@ -530,6 +582,10 @@ class DecoderConfig:
         delta: The layers with the gated delta rule in place of attention (Qwen3-Next).
         attention_sinks: Whether each head has a learned logit in the denominator of its softmax
             (gpt-oss); see `attention.add_sink`.
+        bidirectional: Whether a token sees all of its document, as in encoders; by default it sees
+            no token after itself.
+        classes: The outputs of a head that classifies or rewards documents, in place of one output
+            for each token id; None for the latter. See `objectives.classify`.
 
     Raises:
         ValueError: A value is out of its range; the message names it.
@@ -573,6 +629,11 @@ class DecoderConfig:
     no_rope_every: int | None = None
     delta: Delta | None = None
     attention_sinks: bool = False
+    bidirectional: bool = False
+    classes: int | None = None
+    full_heads: FullHeads | None = None
+    value_norm: bool = False
+    layer_scales: bool = False
 
     def __attrs_post_init__(self) -> None:
         for field in ("vocab_size", "width", "layers", "heads", "kv_heads", "mlp_width"):
@@ -625,6 +686,14 @@ class DecoderConfig:
         self._check_options()
 
     def _check_options(self) -> None:
+        if self.full_heads is not None:
+            # Tables of rotary positions are made for sliding layers and for all others.
+            has_theta = self.sliding is not None and self.sliding.rope_theta is not None
+            ok = has_theta and not (self.latents or self.rotary_dim or self.qk_norm == "wide")
+            rule = "with sliding layers that have a rope_theta, and without latents, rotary_dim, "
+            self._require("full_heads", rule + "wide norms", ok=ok)
+            ok = self.heads % self.full_heads.kv_heads == 0
+            self._require("full_heads", f"of kv_heads that divide heads = {self.heads}", ok=ok)
         # Options that are valid alone, and that no layer implements together.
         self._require("qk_norm", "False, True or 'wide'", ok=self.qk_norm in (False, True, "wide"))
         # `WideNorm`, over the heads of all ranks, exists as an RMSNorm only.
@@ -634,6 +703,10 @@ class DecoderConfig:
         self._require(
             "feed_forward", "left out, with experts, which have gated and activation", ok=ok
         )
+        self._require("tied", "False, with a head of classes", ok=not (self.tied and self.classes))
+        for field in ("latents", "sliding", "delta"):
+            ok = not self.bidirectional or getattr(self, field) is None
+            self._require(field, "left out, where attention is bidirectional", ok=ok)
         sliding_theta = self.sliding and self.sliding.rope_theta
         rotary = self.rope_scaling or self.rotary_dim or sliding_theta or self.no_rope_every
         ok = self.positions is None or not rotary
@@ -651,6 +724,7 @@ class DecoderConfig:
             "residual_scale",
             "logit_divisor",
             "no_rope_every",
+            "classes",
         ):
             value = getattr(self, field)
             self._require(field, "above 0", ok=value is None or 0 < value < math.inf)
@@ -658,6 +732,19 @@ class DecoderConfig:
     def _require(self, field: str, rule: str, *, ok: bool) -> None:
         if not ok:
             raise ValueError(f"DecoderConfig: {field} must be {rule}, got {getattr(self, field)}")
+
+    def for_layer(self, layer: int) -> DecoderConfig:
+        """Return the configuration with the heads of a layer; `full_heads` is None if it slides."""
+        if self.full_heads is None:
+            return self
+        if layer in self.sliding_layers:
+            return attrs.evolve(self, full_heads=None)
+        return attrs.evolve(self, head_dim=self.full_heads.size, kv_heads=self.full_heads.kv_heads)
+
+    @property
+    def outputs(self) -> int:
+        """The rows of the head: the number of token ids, or of classes."""
+        return self.classes or self.vocab_size
 
     @property
     def head_size(self) -> int:
@@ -734,6 +821,7 @@ PARTS = {
     "norms": Norms,
     "feed_forward": FeedForward,
     "sliding": Sliding,
+    "full_heads": FullHeads,
     "delta": Delta,
 }
 """The records inside a `DecoderConfig`, by the field's name."""
@@ -756,10 +844,9 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     for name in ["norm"] * norms.before + ["out_norm"] * norms.after:
         for half in ("attention", "mlp"):
             block |= _norm_shapes(f"{half}_{name}", width, config)
-    attention = _attention_shapes(config)
-    delta: dict[str, tuple[int, ...]] = {}
+    delta = dict[str, tuple[int, ...]]()
     if config.delta is not None:
-        delta = _delta_shapes(config, config.delta)
+        delta = _delta_shapes(width, config.delta)
     mlp = _mlp_shapes("mlp", width, config.mlp_width, config.feed_forward_config)
     expert_mlp = {} if experts is None else _expert_shapes(experts, width)
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, width)}
@@ -767,14 +854,14 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         shapes["positions.weight"] = (config.positions, width)
     # A sliding window and rotary positions have no parameters.
     for i in range(config.layers):
-        mixer = delta if i in config.delta_layers else attention
+        mixer = delta if i in config.delta_layers else _attention_shapes(config.for_layer(i))
         layer = block | {f"attention.{name}": shape for name, shape in mixer.items()}
         layer |= expert_mlp if i in config.expert_layers else mlp
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
     shapes |= _norm_shapes("norm", width, config)
     # A tied model has one matrix for both, under the embedding's name.
     if not config.tied:
-        shapes["head.weight"] = (config.vocab_size, width)
+        shapes["head.weight"] = (config.outputs, width)
     return shapes
 
 
@@ -812,8 +899,11 @@ def _attention_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     }
     if config.attention_gate:
         shapes["wg.weight"] = (q_width, width)
+    if config.full_heads is not None and config.full_heads.tied_values:
+        del shapes["wv.weight"]
     if config.qkv_bias:
-        shapes |= {f"w{x}.bias": shapes[f"w{x}.weight"][:1] for x in "qkv"}
+        weights = {x: shapes[f"w{x}.weight"] for x in "qkv" if f"w{x}.weight" in shapes}
+        shapes |= {f"w{x}.bias": shape[:1] for x, shape in weights.items()}
     if config.out_bias:
         shapes["wo.bias"] = (width,)
     if config.attention_sinks:
@@ -850,14 +940,14 @@ def _latent_shapes(config: DecoderConfig, latents: Latents) -> dict[str, tuple[i
     return shapes
 
 
-def _delta_shapes(config: DecoderConfig, delta: Delta) -> dict[str, tuple[int, ...]]:
+def _delta_shapes(width: int, delta: Delta) -> dict[str, tuple[int, ...]]:
     keys, values = delta.key_heads * delta.key_size, delta.value_heads * delta.value_size
-    gates = (delta.value_heads, config.width)
+    gates = (delta.value_heads, width)
     return {
-        "wq.weight": (keys, config.width),
-        "wk.weight": (keys, config.width),
-        "wv.weight": (values, config.width),
-        "wg.weight": (values, config.width),
+        "wq.weight": (keys, width),
+        "wk.weight": (keys, width),
+        "wv.weight": (values, width),
+        "wg.weight": (values, width),
         "wb.weight": gates,
         "wa.weight": gates,
         "wa.bias": gates[:1],
@@ -867,7 +957,7 @@ def _delta_shapes(config: DecoderConfig, delta: Delta) -> dict[str, tuple[int, .
         "v_conv.weight": (values, delta.conv),
         # One weight for all heads, and never an offset: the norm is that of the rule.
         "gated_norm.weight": (delta.value_size,),
-        "wo.weight": (config.width, values),
+        "wo.weight": (width, values),
     }
 
 

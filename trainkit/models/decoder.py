@@ -133,13 +133,18 @@ class Attention(nn.Module):
         self.head_size = size
         self.attend = attend
         self.scale = scale  # None: the kernel's default, 1 / sqrt(head_size)
+        self.causal = not config.bidirectional
         self.window = window
         self.softcap = config.score_softcap
         self.wq = Linear(config.width, config.heads * size, bias=config.qkv_bias)
         self.wk = Linear(config.width, config.kv_heads * size, bias=config.qkv_bias)
-        self.wv = Linear(config.width, config.kv_heads * size, bias=config.qkv_bias)
+        self.projections = ["wq", "wk"]
+        self.tied_values = config.full_heads is not None and config.full_heads.tied_values
+        if not self.tied_values:
+            self.wv = Linear(config.width, config.kv_heads * size, bias=config.qkv_bias)
+            self.projections.append("wv")
+        self.value_eps = config.norm_eps if config.value_norm else None
         self.wo = Linear(config.heads * size, config.width, bias=config.out_bias)
-        self.projections = ["wq", "wk", "wv"]
         if config.attention_gate:
             self.wg = Linear(config.width, config.heads * size, bias=False)
             self.projections.append("wg")
@@ -165,7 +170,8 @@ class Attention(nn.Module):
         attend: Attend | None = None,
     ) -> Tensor:
         """Map `[B, S, D]` to `[B, S, D]`; `attend`, that of a cache, replaces the module's own."""
-        q, k, v, *gate = self.projected(x)
+        q, k, *rest = self.projected(x)
+        v, *gate = [k, *rest] if self.tied_values else rest
         # A wide norm sees all heads together; the other kind sees one head at a time.
         if self.qk_norm == "wide":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -173,10 +179,14 @@ class Attention(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in (q, k, v))
         if self.qk_norm and self.qk_norm != "wide":
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.value_eps is not None:
+            v = nn.functional.rms_norm(v, (self.head_size,), eps=self.value_eps)
         q, k = rotate_qk(q, k, rotary)
         attend = attend or self.attend
         if self.sinks is not None:
             attend = partial(attend, sinks=self.sinks)
+        if not self.causal:
+            attend = partial(attend, causal=False)
         out = attend(
             q,
             k,
@@ -224,7 +234,7 @@ class Block(nn.Module):
             self.attention = DeltaAttention(config)
         else:
             self.attention = attention(
-                config,
+                config.for_layer(layer),
                 attend=attend,
                 window=window,
                 scale=config.score_scale(layer),
@@ -233,6 +243,8 @@ class Block(nn.Module):
         self.mlp_norm = before()
         self.mlp = mlp
         self.mlp_out_norm = after()
+        # A constant of the weights: no optimizer trains it.
+        self.register_buffer("layer_scale", torch.ones(1) if config.layer_scales else None)
         # Modules whose output is only added to the stream, so that backward does not need it.
         is_added = isinstance(mlp, Mlp) and not (self.normed_after or self.dropout)
         self.only_added = ("mlp.down",) if is_added else ()
@@ -265,7 +277,8 @@ class Block(nn.Module):
             if self.normed_after:
                 branch = self.mlp_out_norm(branch)
             branch = _drop(branch, noise_key, of=self, name="mlp", p=self.dropout)
-            return torch.add(x, branch, alpha=self.scale)
+            x = torch.add(x, branch, alpha=self.scale)
+            return x if self.layer_scale is None else x * self.layer_scale.to(x.dtype)
         # The numbers of tokens per expert vary, which torch.compile cannot trace.
         call = torch.compiler.disable(_call) if torch.compiler.is_compiling() else _call
         branch, sums = call(
@@ -389,7 +402,7 @@ class Decoder(nn.Module):
         if not config.tied:
             self.head = Head(
                 config.width,
-                config.vocab_size,
+                config.outputs,
                 output=head,
                 softcap=config.logit_softcap,
             )
@@ -567,12 +580,17 @@ class Decoder(nn.Module):
 
     def frequencies(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Return the rotary frequencies, and those of sliding layers if they have another base."""
-        compute = partial(rotary_frequencies, self.config.rotary_size, dtype=dtype, device=device)
-        frequencies = compute(theta=self.config.rope_theta, scaling=self.config.rope_scaling)
+        compute = partial(rotary_frequencies, dtype=dtype, device=device)
+        size, full_heads = self.config.rotary_size, self.config.full_heads
+        frequencies = compute(
+            full_heads.size if full_heads else size,
+            theta=self.config.rope_theta,
+            scaling=self.config.rope_scaling,
+        )
         sliding = self.config.sliding
         if sliding is None or sliding.rope_theta is None:
             return frequencies, None
-        return frequencies, compute(theta=sliding.rope_theta)
+        return frequencies, compute(size, theta=sliding.rope_theta)
 
 
 def _make_mlps(config: DecoderConfig, balance: Balance) -> Iterator[nn.Module]:

@@ -12,10 +12,12 @@ import attrs
 from trainkit.models.config import (
     PARTS,
     DecoderConfig,
+    Delta,
     Experts,
     Latents,
     Llama3Scaling,
     RopeScaling,
+    Sliding,
     YarnScaling,
 )
 from trainkit.types import check_range
@@ -24,13 +26,14 @@ from trainkit.types import check_range
 def list_decoder_sizes() -> dict[str, DecoderConfig]:
     """Return every named size, smallest first within its family.
 
-    "tiny" and "10m" read bytes (256, and up to 16 special tokens); "60m" to "350m" have a
+    "tiny", "tiny-hybrid" (three delta layers to one of attention) and "10m" read bytes (256, and up
+    to 16 special tokens); "60m" to "350m" have a
     vocabulary of 32,000, which counts in their name; both may be overridden. The heads, widths and
     vocabulary of all of them divide by 4.
 
     Examples:
         >>> list(list_decoder_sizes())[:5]
-        ['tiny', '10m', '60m', '125m', '350m']
+        ['tiny', 'tiny-hybrid', '10m', '60m', '125m']
     """
     # What the members of a family share; published models have the values of their configs.
     small = partial(_make_config, tied=True)
@@ -51,9 +54,25 @@ def list_decoder_sizes() -> dict[str, DecoderConfig]:
     of_8 = Experts(count=8, top_k=2, width=14_336)
     small_of_128 = Experts(count=128, top_k=8, width=768)
     large_of_128 = Experts(count=128, top_k=8, width=1_536)
+    gpt_oss_experts = partial(
+        Experts, top_k=4, width=2_880, bias=True, clamp=7.0, sigmoid_scale=1.702
+    )
+    gpt_oss = partial(
+        _make_config,
+        vocab_size=201_088,
+        head_dim=64,
+        rope_theta=150_000.0,
+        rope_scaling=YarnScaling(factor=32.0, original_length=4_096, fractional=True),
+        qkv_bias=True,
+        out_bias=True,
+        sliding=Sliding(window=128, full_every=2),
+        attention_sinks=True,
+    )
     return {
         # width, layers, heads, kv_heads, mlp_width
         "tiny": small(128, 4, 4, 4, 384, vocab_size=272),
+        # As many parameters as "tiny": what the delta layers' gates need, their MLPs have less.
+        "tiny-hybrid": small(128, 4, 4, 4, 344, vocab_size=272, delta=_TINY_DELTA),
         "10m": small(320, 8, 4, 4, 864, vocab_size=272),
         "60m": small(512, 14, 8, 8, 1_408, vocab_size=32_000),
         "125m": small(768, 14, 12, 12, 2_048, vocab_size=32_000),
@@ -72,6 +91,8 @@ def list_decoder_sizes() -> dict[str, DecoderConfig]:
         "qwen3-30b-a3b": qwen3(2_048, 48, 32, 4, 6_144, experts=small_of_128),
         "qwen3-235b-a22b": qwen3(4_096, 94, 64, 4, 12_288, experts=large_of_128),
         "deepseek-v3": _DEEPSEEK_V3,
+        "gpt-oss-20b": gpt_oss(2_880, 24, 64, 8, 2_880, experts=gpt_oss_experts(count=32)),
+        "gpt-oss-120b": gpt_oss(2_880, 36, 64, 8, 2_880, experts=gpt_oss_experts(count=128)),
     }
 
 
@@ -87,6 +108,9 @@ def _make_config(
         **options,
     )
 
+
+# Three layers of four, with heads as those of attention.
+_TINY_DELTA = Delta(key_heads=4, value_heads=4, key_size=32, value_size=32)
 
 # Without the module that predicts a second token, for a context of 163,840 tokens.
 _DEEPSEEK_V3 = DecoderConfig(
@@ -180,10 +204,12 @@ def config_from_facts(facts: Mapping[str, Any]) -> DecoderConfig:
         True
     """
     values = dict(facts)
-    # The four kinds of scaling have no tag in a dictionary; their fields differ.
+    # The four kinds of scaling have no tag in a dictionary; their fields differ. It is the smallest
+    # that has those of the dictionary, which lacks the ones that were added later.
     scaling_fields = {*(values.get("rope_scaling") or ())}
-    scaling_kinds = (x for x in get_args(RopeScaling) if {*attrs.fields_dict(x)} == scaling_fields)
-    kinds: dict[str, Any] = {"rope_scaling": next(scaling_kinds, Llama3Scaling), **PARTS}
+    scaling_kinds = sorted(get_args(RopeScaling), key=lambda kind: len(attrs.fields(kind)))
+    fitting = (x for x in scaling_kinds if scaling_fields <= {*attrs.fields_dict(x)})
+    kinds: dict[str, Any] = {"rope_scaling": next(fitting, Llama3Scaling), **PARTS}
     try:
         for name, kind in kinds.items():
             # Absent or null: an option that did not exist yet, or one that is off.

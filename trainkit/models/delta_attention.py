@@ -80,15 +80,18 @@ def _make_heads(width: int, heads: int, size: int) -> Linear:
     return linear
 
 
-class DecayGate(Linear):
+class DecayGate(nn.Module):
     """The logarithm of the decay of each head: -exp(log_rate) * softplus(W x + bias)."""
 
+    # No `Linear`: what an adapter adds to its output would not be inside of the softplus.
     def __init__(self, width: int, heads: int) -> None:
-        super().__init__(width, heads)
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, width))
+        self.bias = nn.Parameter(torch.empty(heads))
         self.log_rate = nn.Parameter(torch.empty(heads))
         self.head_size = 1
 
-    def forward(self, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override-param-name]
+    def forward(self, x: Tensor) -> Tensor:
         """Map `[B, S, D]` to `[B, S, H]`, in at least fp32."""
         product = nn.functional.linear(x, self.weight)
         dtype = torch.promote_types(product.dtype, torch.float32)

@@ -249,12 +249,12 @@ class ExpertWeights(nn.Module):
         activation: Activation = "silu",
         bias: bool = False,
         clamp: float | None = None,
-        sigmoid_scale: float = 1.702,
+        sigmoid_scale: float | None = None,
     ) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[activation]
         self.clamp = clamp
-        self.sigmoid_scale = sigmoid_scale
+        self.sigmoid_scale = sigmoid_scale or 1.0
         self.weight_names = ("gate", "up", "down") if gated else ("up", "down")
         if gated:
             self.gate = nn.Parameter(torch.empty(experts, inner, width))

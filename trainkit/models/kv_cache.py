@@ -107,7 +107,13 @@ def _attend(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
+    if not causal:
+        raise ValueError(
+            "KVCache: a token that is generated sees none after itself, so it needs causal "
+            "attention; this model is bidirectional"
+        )
     if torch.compiler.is_compiling():  # it writes to tensors that are no inputs of a graph
         return torch.compiler.disable(_attend)(
             cache,

@@ -43,12 +43,12 @@ class LatentAttention(nn.Module):
         self.q_latent_norm: nn.Module = nn.Identity()
         if latents.query_rank is not None:
             self.q_latent = Linear(width, latents.query_rank, bias=False)
-            self.q_latent_norm = make_norm(config, latents.query_rank)
+            self.q_latent_norm = make_norm(config, latents.query_rank, eps=latents.norm_eps)
         # Heads of `wq` and `wkv` differ in their rows; tensor parallelism splits between heads.
         self.wq = Linear(latents.query_rank or width, heads * config.head_size, bias=False)
         self.wq.head_size = config.head_size
         self.kv_latent = Linear(width, latents.kv_rank, bias=False)
-        self.kv_latent_norm = make_norm(config, latents.kv_rank)
+        self.kv_latent_norm = make_norm(config, latents.kv_rank, eps=latents.norm_eps)
         self.wkv = Linear(latents.kv_rank, heads * (latents.plain + latents.values), bias=False)
         self.wkv.head_size = latents.plain + latents.values
         # Muon orthogonalizes the matrices of keys and of values apart.

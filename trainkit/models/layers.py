@@ -75,8 +75,13 @@ class Mlp(nn.Module):
 # ------------------------------------------------------------------------------------------- norms
 
 
-def make_norm(config: DecoderConfig, size: int) -> nn.Module:
+def make_norm(config: DecoderConfig, size: int, *, eps: float | None = None) -> nn.Module:
     """Return a norm of a decoder's kind, for vectors of some size.
+
+    Args:
+        config: The decoder.
+        size: The size.
+        eps: What is added to the mean square; `config.norm_eps` when None.
 
     Examples:
         >>> config = DecoderConfig(
@@ -86,7 +91,7 @@ def make_norm(config: DecoderConfig, size: int) -> nn.Module:
         RMSNorm((16,), eps=1e-05, elementwise_affine=True)
     """
     kinds = {"rms": nn.RMSNorm, "offset": OffsetNorm, "layer": nn.LayerNorm}
-    return kinds[config.norm_config.kind](size, config.norm_eps)
+    return kinds[config.norm_config.kind](size, config.norm_eps if eps is None else eps)
 
 
 class OffsetNorm(nn.Module):

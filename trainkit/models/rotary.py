@@ -11,7 +11,13 @@ import math
 import torch
 from torch import Tensor
 
-from trainkit.models.config import LinearScaling, LongRopeScaling, RopeScaling, YarnScaling
+from trainkit.models.config import (
+    LinearScaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    RopeScaling,
+    YarnScaling,
+)
 
 
 def rotary_frequencies(
@@ -37,6 +43,9 @@ def rotary_frequencies(
         return frequencies
     if isinstance(scaling, LinearScaling):
         return frequencies / scaling.factor
+    if isinstance(scaling, ProportionalScaling):
+        pairs = torch.arange(len(frequencies), device=frequencies.device)
+        return frequencies * (pairs < int(scaling.part * head_dim // 2))
     if isinstance(scaling, LongRopeScaling):
         # On the CPU whatever the default device is, which may be meta.
         factors = torch.tensor(scaling.factors, dtype=dtype, device="cpu")
@@ -63,7 +72,7 @@ def _find_unscaled(frequencies: Tensor, scaling: YarnScaling, *, theta: float) -
     first = find_pair(scaling.beta_fast)
     last = find_pair(scaling.beta_slow)
     # The bounds, among them head_dim - 1 and not the last pair, are those of DeepSeek's code.
-    if scaling.truncate:
+    if not scaling.fractional:
         first, last = math.floor(first), math.ceil(last)
     first = max(first, 0)
     last = min(last, head_dim - 1)

@@ -134,7 +134,10 @@ def _find_head_problems(layout: Layout, model: DecoderConfig | None) -> Iterator
     tp, ulysses = layout.tp, layout.ulysses
     # A tp that divides all sizes: the advice must not lead to the next message.
     delta_heads = 0 if model.delta is None else model.delta.key_heads
-    common = _divisors(delta_heads, model.heads, model.kv_heads, model.mlp_width, model.vocab_size)
+    full_heads = 0 if model.full_heads is None else model.full_heads.kv_heads
+    common = _divisors(
+        delta_heads, model.heads, model.kv_heads, full_heads, model.mlp_width, model.vocab_size
+    )
     resize = f"set tp to {common}, or take another size of model"
     pad = f"round it up to a multiple with models.pad_vocab_size, or set tp to {common}"
     for size, subject, advice in (
@@ -142,6 +145,7 @@ def _find_head_problems(layout: Layout, model: DecoderConfig | None) -> Iterator
         (delta_heads, f"{delta_heads} key heads of delta layers do", resize),
         (model.heads, f"{model.heads} heads do", resize),
         (model.kv_heads, f"{model.kv_heads} key and value heads do", resize),
+        (full_heads, f"{full_heads} key and value heads of full layers do", resize),
         (model.mlp_width, f"{model.mlp_width} columns of the MLP (mlp_width) do", resize),
         (model.vocab_size, f"a vocabulary of {model.vocab_size} does", pad),
     ):
@@ -155,6 +159,8 @@ def _find_head_problems(layout: Layout, model: DecoderConfig | None) -> Iterator
             return  # the advice covers the other sizes
     of_each = "" if tp == 1 else f" of each of tp = {tp} ranks"
     kinds = [("heads", model.heads // tp, "key and value heads", model.kv_heads // tp)]
+    if full_heads:
+        kinds.append(("heads", model.heads // tp, "key heads of full layers", full_heads // tp))
     if model.delta is not None:
         values, keys = model.delta.value_heads // tp, model.delta.key_heads // tp
         kinds += [("value heads of delta layers", values, "key heads of delta layers", keys)]
@@ -183,6 +189,16 @@ def _find_length_problems(
 ) -> Iterator[ConfigError]:
     if rows is None:
         return
+    # Padding up to a multiple is in its document's span, where causal attention does not see it.
+    if model is not None and model.bidirectional and (rows.multiple_of > 1 or layout.ring > 1):
+        yield ConfigError(
+            f"attention that is not causal would see the padding of documents, and multiple_of = "
+            f"{rows.multiple_of} with ring = {layout.ring}; set both to 1, and split rows with "
+            "ulysses",
+            where="multiple_of",
+            got=rows.multiple_of,
+            want=1,
+        )
     # Zigzag: rank r of the ring has the parts r and 2 * ring - 1 - r of every document.
     chunks = 2 * layout.ring if layout.ring > 1 else 1
     if rows.multiple_of % chunks:

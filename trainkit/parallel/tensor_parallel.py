@@ -515,7 +515,7 @@ def _make_output_hook(axis: Axis) -> Callable[..., Any]:
     def complete(module: Decoder, output: Tensor | Hidden) -> Tensor | Hidden:
         is_hidden = isinstance(output, Hidden)
         local_vocab_size = len(output.weight) if is_hidden else output.shape[-1]
-        if local_vocab_size == module.config.vocab_size:  # the styles gather it, or leave it full
+        if local_vocab_size == module.config.outputs:  # the styles gather it, or leave it full
             return output
         if is_hidden:
             sizes = (local_vocab_size,) * axis.count

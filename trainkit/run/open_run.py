@@ -105,13 +105,18 @@ from trainkit.weights.checkpoint.components import Components, copy_components
 from trainkit.weights.checkpoint.emergency_save import UnsavedState
 from trainkit.weights.checkpoint.facts import Facts
 from trainkit.weights.checkpoint.guard import Guard
-from trainkit.weights.checkpoint.initial_weights import InitialWeights, hash_initial_weights
+from trainkit.weights.checkpoint.initial_weights import (
+    TOWER,
+    InitialWeights,
+    hash_initial_weights,
+)
 from trainkit.weights.checkpoint.manifest import parse_step
 from trainkit.weights.checkpoint.mirror import Mirror, open_mirror
 from trainkit.weights.checkpoint.save import Save, write_final
 from trainkit.weights.checkpoint.snapshot import check_savable
 from trainkit.weights.checkpoint.write import SaveProgress
 from trainkit.weights.hub.folder import is_hf_folder, open_folder
+from trainkit.weights.hub.trained import make_tower_facts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -120,7 +125,7 @@ if TYPE_CHECKING:
 
 _SOFTWARE = "software"  # a fact that may change, as people edit their recipes; it is logged
 # Paths and names: they may change on resume, since hashes compare the contents.
-_NAMES_ONLY = ("files", "context", "base_from")
+_NAMES_ONLY = ("files", "context", "base_from", TOWER)
 _GRACE = 25.0  # seconds for a stop, where none are given
 _LOG_EVERY = 10  # steps between two reads of the metrics, where the host waits for a device
 _READ_EVERY = 10  # steps between two looks at the memory and the health of all ranks
@@ -546,6 +551,9 @@ class Run:
         """Return facts with those of the start: the code and the initial weights."""
         start: dict[str, Any] = {_SOFTWARE: self.software}
         if first is not None:
+            # A run that resumes has saved them: the folder may be gone.
+            if first.source is not None and first.resume_from is None:
+                start |= make_tower_facts(first.source)
             start |= hash_initial_weights(first, stages, self.ps)
         if callable(facts):
             # Some facts are functions of the number of global batches so far.

@@ -105,6 +105,7 @@ OURS = {
     ),
     "experts, one weight": ("qwen3_moe some layers", [Lora("**experts.down", rank=3)], None),
     "latents": ("deepseek_v3", [Lora("**.{wq,kv_latent,k_rotary,wkv}", rank=2)], None),
+    "heads that take turns": ("qwen3_next", [Lora("**w[qgo]", rank=2)], None),
 }
 
 

@@ -59,7 +59,7 @@ def greedy_of(model, prompts, **sampling):
     ]
 
 
-@pytest.mark.parametrize("row", tiny.FEW)
+@pytest.mark.parametrize("row", [*tiny.FEW, *tiny.TOWERS])
 def test_greedy_text_is_that_of_transformers(row, tmp_path):
     theirs, ours = models_of(row, tmp_path)
     found = greedy_of(ours, PROMPTS)

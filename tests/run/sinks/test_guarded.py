@@ -436,6 +436,14 @@ def test_the_metrics_of_a_step_reach_mlflow_in_one_request(tmp_path, mlflow):
     assert len(mlflow.runs["0"].rows) == 99 * 31
 
 
+def test_an_experiment_that_another_run_creates_meanwhile_is_used(tmp_path, mlflow):
+    create = mlflow.create_experiment
+    mlflow.create_experiment = lambda name: (create(name), create(name))
+    with open_mlflow(tmp_path) as sink:
+        sink(1, {"loss": 1.0})
+    assert mlflow.runs["0"].experiment == "trainkit"
+
+
 def test_two_directories_of_one_name_are_two_runs_of_mlflow(tmp_path, mlflow):
     for folder in (tmp_path / "a/run", tmp_path / "b/run"):
         folder.mkdir(parents=True)

@@ -18,6 +18,7 @@ from trainkit.batch.shards import spans_of_runs, zigzag_shard
 from trainkit.mesh.axes import partitions_of
 from trainkit.parallel.split import SCHEDULES, assign_stages
 from trainkit.run.plots.drawing import check_picture
+from trainkit.tools.pictures.delta_scan import state_hops
 from trainkit.tools.pictures.zigzag import ring_blocks, zigzag_chunks
 from trainkit.types import Axis, ConfigError, DiskError, Layout, Share
 
@@ -334,3 +335,13 @@ def test_the_pictures_of_the_pages_show_what_their_script_draws(tmp_path):
     script.main()
     for name in ("mesh.svg", "experts-mesh.svg", "zigzag.svg", "pipeline.svg"):
         assert words_of(folder / name) == words_of(tmp_path / name)
+
+
+def test_the_scan_is_drawn_with_a_message_where_the_next_part_is_of_another_rank(tmp_path):
+    owners = [chunk.rank for chunk in zigzag_chunks([16], 4)]
+    assert state_hops(4) == list(pairwise(owners))
+    words = words_of(pictures.plot_delta_scan(4, tmp_path / "scan.svg"))
+    assert words.count("sent") == sum(a != b for a, b in pairwise(owners)) == 6
+    assert words.count("stays") == 1
+    with pytest.raises(ValueError, match="2 to 4 ranks"):
+        pictures.plot_delta_scan(5, tmp_path / "scan.svg")

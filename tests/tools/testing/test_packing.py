@@ -1,5 +1,6 @@
 """Packed documents compared with each alone: leaks are found and measured, and not trained."""
 
+import sys
 from functools import partial
 
 import attrs
@@ -174,6 +175,48 @@ def test_hybrids_of_transformers_leak_and_are_not_trained_packed(kind):
         )["loss"]
         > 0
     )
+
+
+def call_with_bounds(model, batch):
+    """Enter all documents in one row, with their bounds, as the how-to does."""
+    rows, length = batch["input_ids"].shape
+    ends = batch["spans"].cu_seqlens
+    document = torch.repeat_interleave(ends.diff()).int()
+    output = model(
+        input_ids=batch["input_ids"].view(1, -1),
+        position_ids=batch["position_ids"].view(1, -1),
+        seq_idx=document.view(1, -1),
+        cu_seq_lens_q=ends,
+        use_cache=False,
+    )
+    return output.logits.view(rows, length, -1)
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Next", "Qwen3_5"])
+def test_the_bounds_of_documents_reach_the_kernels_of_a_hybrid(kind, monkeypatch):
+    """Functions that obey them, in place of kernels for CUDA, compute each document alone."""
+    model = made(kind)
+    module = sys.modules[type(model).__module__]
+    convolve, apply_rule = module.causal_conv1d_fn, module.torch_chunk_gated_delta_rule
+
+    def convolve_documents(x, *weights, seq_idx, **kwargs):
+        kwargs.pop("cu_seq_lens_q")
+        parts = x.split(seq_idx.flatten().bincount().tolist(), -1)
+        return torch.cat([convolve(part, *weights, **kwargs) for part in parts], -1)
+
+    def apply_to_documents(*qkv, g, beta, cu_seqlens, **kwargs):
+        kwargs.pop("seq_idx")
+        parts = zip(*(x.split(cu_seqlens.diff().tolist(), 1) for x in (*qkv, g, beta)), strict=True)
+        out = [apply_rule(q, k, v, g=g, beta=beta, **kwargs)[0] for q, k, v, g, beta in parts]
+        return torch.cat(out, 1), None
+
+    monkeypatch.setattr(module, "causal_conv1d_fn", convolve_documents)
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", apply_to_documents)
+    assert check_packing(model, call_with_bounds).documents == 6
+    # transformers 5.24 refuses bounds that its own function would ignore.
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", apply_rule)
+    with pytest.raises((PackingError, ValueError), match=r"document 1 of row 0|sequences apart"):
+        check_packing(model, call_with_bounds)
 
 
 def test_llama_is_trained_packed():

@@ -16,13 +16,13 @@ from trainkit.weights.checkpoint.initial_weights import InitialWeights, hash_ini
 def started(tmp_path):
     """Return a run of two checkpoints that began with the first checkpoint of another."""
     first = tk.save_checkpoint(tmp_path / "base", *small_run())
-    facts = {"config.init": str(first), "first weights": "1234"}
+    facts = {"config.init": str(first), **KNOWN}
     for steps in (1, 2):
         tk.save_checkpoint(tmp_path / "run", *small_run(steps=steps), facts=facts)
     return tmp_path / "run", first
 
 
-KNOWN = {"first weights": "1234"}
+KNOWN = {"first weights": "1234", "tower": "gemma"}
 
 
 def test_nothing_asked_for_is_what_the_run_has_recorded(started):

@@ -1,6 +1,7 @@
 """A stopped run resumes to the same bits. For other layouts see test_elastic.py."""
 
 import functools
+import json
 import os
 import shutil
 
@@ -11,6 +12,7 @@ from torch import nn
 from whole_step import Layout, run_steps
 
 import trainkit as tk
+from trainkit.models import Experts, make_decoder_config
 from trainkit.run.sinks import open_run_sinks
 from trainkit.tools.testing import run_ranks
 from trainkit.types import CheckpointError, Cursor, DiskError, Share
@@ -21,6 +23,7 @@ from trainkit.weights.checkpoint import (
     open_saver,
     verify_checkpoint,
 )
+from trainkit.weights.checkpoint.facts import ResumeRules, compare_facts
 
 STEPS = 4
 
@@ -455,3 +458,15 @@ def test_a_table_of_facts_tells_which_entries_changed(tmp_path):
         resume(later | {"an option": True})
     with pytest.raises(CheckpointError, match="and 4 more places in data"):
         resume({})
+
+
+def test_an_option_that_a_record_of_the_model_got_later_is_no_change():
+    experts = Experts(count=8, top_k=2, width=16)
+    live = {"model": attrs.asdict(make_decoder_config("tiny", experts=experts))}
+    saved = json.loads(json.dumps(live))
+    for name in ("bias", "activation"):
+        del saved["model"]["experts"][name]
+    assert compare_facts(saved, live, ResumeRules()) == ([], [])
+    live["model"]["experts"]["bias"] = True
+    (error,), _ = compare_facts(saved, live, ResumeRules())
+    assert error.startswith("model: experts was changed")

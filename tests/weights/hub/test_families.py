@@ -1,6 +1,7 @@
 """Every family against `transformers`: import, logits and gradients, and export."""
 
 import functools
+import importlib
 import re
 import shutil
 from pathlib import Path
@@ -13,19 +14,24 @@ from torch import nn
 from weights.hub import published, tables, tiny
 
 from trainkit import hub
+from trainkit.attention.sdpa import sdpa
 from trainkit.batch import batch_from_rows
 from trainkit.mesh import solo_parallel
 from trainkit.models import Decoder, build_decoder, call_model, call_routed
 from trainkit.models.config import Sliding
-from trainkit.models.decoder import whole_logits
+from trainkit.models.decoder import Block, whole_logits
 from trainkit.models.decoder_sizes import config_from_facts, list_decoder_sizes, make_decoder_config
+from trainkit.models.rotary import rotary_frequencies, rotary_table
 from trainkit.parallel import build_stages, check_layout
+from trainkit.parallel.name_patterns import match_any
+from trainkit.tools.testing import check_packing
 from trainkit.tools.testing.builtin import decoder_batch
 from trainkit.types import BatchShape, CheckpointError, ConfigError, Layout, TrainState
 from trainkit.weights.checkpoint import save_checkpoint
 from trainkit.weights.hub.configs import match_family
 from trainkit.weights.hub.folder import get_decoder_shapes, make_family_links
 from trainkit.weights.hub.links import check_links, get_foreign_shapes, make_links, map_weights
+from trainkit.weights.hub.towers import rename_tower
 
 
 def read(folder, context=tiny.CONTEXT):
@@ -42,7 +48,8 @@ def ours_of(model, batch):
 
 
 def theirs_of(model, batch, *, packed):
-    if packed and "linear_attention" in (getattr(model.config, "layer_types", None) or ()):
+    text = model.config.get_text_config()
+    if packed and "linear_attention" in (getattr(text, "layer_types", None) or ()):
         return theirs_by_document(model, batch)
     mask = mask_of(model.config, batch.document_ids) if packed else None
     return model(
@@ -55,7 +62,7 @@ def theirs_of(model, batch, *, packed):
 
 def theirs_by_document(model, batch):
     """Return logits of each document alone: their state would go from one to the next."""
-    found = torch.zeros(*batch.input_ids.shape, model.config.vocab_size)
+    found = torch.zeros(*batch.input_ids.shape, model.config.get_text_config().vocab_size)
     for row, documents in enumerate(batch.document_ids):
         for document in range(int(documents.max()) + 1):
             inside = documents == document
@@ -66,6 +73,7 @@ def theirs_by_document(model, batch):
 
 def mask_of(config, documents):
     """Return the mask of packed documents, or that of each kind of layer."""
+    config = config.get_text_config()
     same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
     seen = (same & torch.ones_like(same).tril()).unsqueeze(1)
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
@@ -88,7 +96,7 @@ def near(got, want, what):
     assert (got - want).abs().max() <= tables.TOLERANCE * want.abs().max() + 1e-8, what
 
 
-@pytest.mark.parametrize("row", tiny.ROWS)
+@pytest.mark.parametrize("row", [*tiny.ROWS, *tiny.TOWERS])
 def test_logits_and_gradients_are_those_of_transformers(row, tmp_path):
     theirs = tiny.make_theirs(row)
     sharded = len(row) % 2 == 0
@@ -107,11 +115,54 @@ def test_logits_and_gradients_are_those_of_transformers(row, tmp_path):
     there = tiny.make_theirs(row)
     with torch.no_grad():  # their gradients by the names that a folder has
         for p, its in zip(there.parameters(), theirs.parameters(), strict=True):
-            p.copy_(its.grad)
+            if its.grad is not None:  # of a text the vision tower has none
+                p.copy_(its.grad)
     there.save_pretrained(tmp_path / "gradients")
     want = dict(read(tmp_path / "gradients").named_parameters())
     for name, p in ours.named_parameters():
         near(p.grad, want[name].detach(), name)
+
+
+KINDS = {kind: row for row, (kind, _) in reversed(tiny.ROWS.items())}
+
+
+@pytest.mark.parametrize("row", KINDS.values())
+def test_packed_documents_of_every_family_are_computed_as_each_alone(row):
+    config = hub.read_decoder_config(tiny.make_config(row).to_dict(), context=tiny.CONTEXT)
+    call = call_model if config.experts is None else call_routed
+    assert check_packing(build_decoder(config, seed=0), call).documents == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gated_attention_and_its_norms_are_those_of_qwen3_next_in_any_dtype(dtype):
+    """Zero-centred norms bit for bit; gated attention with partial rotary up to rounding."""
+    tiny.load_transformers()
+    module = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
+    theirs = tiny.make_theirs("qwen3_next")
+    config = hub.read_decoder_config(theirs.config.to_dict())
+    layer = theirs.model.layers[3].to(dtype)
+    ours = Block(config, attend=sdpa, name="layers.3", mlp=nn.Identity()).to(dtype)
+    size, width = config.head_size, config.width
+    state = dict(layer.self_attn.state_dict())
+    heads = state.pop("q_proj.weight").view(config.heads, 2, size, width)
+    state |= {f"w{x}.weight": heads[:, i].reshape(-1, width) for i, x in enumerate("qg")}
+    names = {name: re.sub("([kvo])_proj", r"w\1", name) for name in state}
+    ours.attention.load_state_dict({names[name]: x for name, x in state.items()})
+    ours.attention_norm.load_state_dict(layer.input_layernorm.state_dict())
+    x = torch.randn(2, 40, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    normal = layer.input_layernorm(x)
+    assert torch.equal(ours.attention_norm(x), normal)
+    batch = batch_from_rows(torch.zeros(2, 40, dtype=torch.int64))
+    frequencies = rotary_frequencies(
+        config.rotary_size, theta=config.rope_theta, dtype=torch.float32, device=x.device
+    )
+    table = rotary_table(batch.position_ids, frequencies)
+    rotary = module.Qwen3NextRotaryEmbedding(theirs.config)(x, batch.position_ids)
+    mask = torch.zeros(40, 40, dtype=dtype)
+    mask = mask.masked_fill(~torch.ones(40, 40).tril().bool(), torch.finfo(dtype).min)
+    want, _ = layer.self_attn(normal, rotary, mask[None, None])
+    got = ours.attention(normal, rotary=table, spans=batch.spans)
+    assert (got - want).abs().max() <= 2 * torch.finfo(dtype).eps * want.abs().max()
 
 
 @pytest.mark.parametrize("row", tiny.ROWS)
@@ -134,7 +185,7 @@ def test_a_map_turned_gives_their_tensors_back_bit_for_bit(row, tmp_path):
     assert set(ours) == {name for link in links for name in [link.ours.name]}
 
 
-@pytest.mark.parametrize("row", tiny.ROWS)
+@pytest.mark.parametrize("row", [*tiny.ROWS, *tiny.TOWERS])
 def test_tensors_in_memory_become_ours_and_theirs_again(row, tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -142,8 +193,9 @@ def test_tensors_in_memory_become_ours_and_theirs_again(row, tmp_path):
     theirs.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     folder, state, values = hub.open_folder(tmp_path), theirs.state_dict(), theirs.config.to_dict()
-    if row == "mixtral":  # whose experts have other names in memory than in a folder
-        with pytest.raises(CheckpointError, match=r"experts.* is missing") as error:
+    # Their experts have other names in memory than in a folder.
+    if row.partition(" ")[0] in ("mixtral", "granitemoe"):
+        with pytest.raises(CheckpointError, match=r"block_sparse_moe.* is missing") as error:
             hub.import_tensors(state, values)
         assert "save_pretrained writes one" in error.value.hint
         state = load_file(file)
@@ -161,14 +213,18 @@ def test_tensors_in_memory_become_ours_and_theirs_again(row, tmp_path):
         box = tuple(x.shape), (0,) * x.ndim
         assert torch.equal(x, want(name, *box)), name
         assert torch.equal(x, packed(name, *box)), name
-    state = load_file(file)
+    tower = folder.family.tower
+    if tower or folder.config.experts is not None:
+        state = load_file(file)
+    state = rename_tower(state, tower) if tower else state
     model = build_decoder(folder.config, seed=1)
     model.load_state_dict(ours, strict=folder.config.experts is None)
     back = hub.export_tensors(model.state_dict(), folder.config, family=folder.family)
     assert back.keys() <= state.keys()
     assert all(torch.equal(x, state[name]) for name, x in back.items())
     head = folder.family.names(folder.config)["head.weight"].name
-    assert state.keys() - back.keys() <= ({head} if folder.config.tied else set())
+    rest = {name for name in state if tower and match_any(name, tower.tensors)}
+    assert state.keys() - back.keys() - rest <= ({head} if folder.config.tied else set())
 
 
 def test_tensors_in_memory_that_are_not_the_models_are_named():
@@ -248,7 +304,8 @@ def test_the_pages_have_the_tables_that_are_made_here():
         assert count in (PAGES / page).read_text(), f"{page} needs {count}"
 
 
-@pytest.mark.parametrize("name", list_decoder_sizes())
+# Its attention has no gate, as all families with delta layers have.
+@pytest.mark.parametrize("name", sorted(list_decoder_sizes().keys() - {"tiny-hybrid"}))
 def test_every_size_has_a_family_that_computes_it(name):
     config = list_decoder_sizes()[name]
     families = {"tiny": "llama", "10m": "llama", "60m": "llama", "125m": "llama", "350m": "llama"}
@@ -256,6 +313,8 @@ def test_every_size_has_a_family_that_computes_it(name):
         "mixtral-8x7b": "mixtral",
         "qwen3-30b-a3b": "qwen3_moe",
         "deepseek-v3": "deepseek_v3",
+        "gpt-oss-20b": "gpt_oss",
+        "gpt-oss-120b": "gpt_oss",
     }
     families |= {"qwen3-235b-a22b": "qwen3_moe"}
     want = families.get(name, name.split("-")[0].split(".")[0])
@@ -280,7 +339,7 @@ def test_a_decoder_of_no_family_is_told_why_of_each():
         ConfigError, match=r"llama: its qk_norm is False.*qwen3: its qkv_bias"
     ) as it:
         match_family(config)
-    assert len(it.value.got) == len(hub.FAMILIES)
+    assert len(it.value.got) == sum(family.tower is None for family in hub.FAMILIES)
 
 
 @pytest.mark.parametrize("name", published.FORMS)

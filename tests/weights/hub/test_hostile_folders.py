@@ -181,7 +181,7 @@ def test_every_problem_of_a_config_is_told_at_once(folder):
         (
             {"model_type": "granitemoehybrid", "mamba_n_heads": 48, "logits_scaling": 8.0}
             | {"residual_multiplier": 0.2, "embedding_multiplier": 12.0},
-            r"nearest known family is granite \(Granite 3\), which has no mamba_n_heads = 48; the",
+            r"family is granitemoe \(Granite 3 MoE\), which has no mamba_n_heads = 48; the",
         ),
         ({"sliding_window": 32}, "sliding_window is 32, below max_position_embeddings 64"),
         ({"sliding_window": "32"}, "sliding_window is '32', no number"),
@@ -209,7 +209,8 @@ def test_no_value_of_a_key_raises_another_error(name):
 
 LONG = {"type": "yarn", "short_factor": [1.0] * 8, "long_factor": [2] * 8}
 SHARP = {"type": "yarn", "factor": 1.0, "attention_factor": 1.3}
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+GLM_LITE = {key: 8 for key in tiny.OF_GLM_LITE if "num_" not in key and "eps" not in key}
 MANY = [SLIDING, *[FULL] * 998, SLIDING]
 
 
@@ -251,6 +252,11 @@ MANY = [SLIDING, *[FULL] * 998, SLIDING]
         ("phi3", {"rope_scaling": LONG, "partial_rotary_factor": 0.5}, "of 4 factors, got Long"),
         ("phi3", {"rope_scaling": LONG, "original_max_position_embeddings": 0}, "length >= 1"),
         ("phi3", {"rope_scaling": LONG}, []),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "partial", "factor": 2.0}},
+            "'partial', not default or lo",
+        ),
         ("phi3", {"partial_rotary_factor": 0}, "partial_rotary_factor is 0, not above 0"),
         ("qwen3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, []),
         ("qwen3", {"rope_scaling": SHARP}, "attention_factor is 1.3 with factor 1.0: it must"),
@@ -260,6 +266,36 @@ MANY = [SLIDING, *[FULL] * 998, SLIDING]
         ("gemma2", {"num_hidden_layers": 1000, "layer_types": MANY}, "follow no pattern"),
         ("gemma3_text", {"rope_parameters": {SLIDING: "x"}}, "sliding layers are 'x', no table"),
         ("gpt2", {"n_inner": "4"}, "n_inner is '4': it must be a whole number"),
+        ("olmo3", {}, [0, 1]),
+        (
+            "olmo3",
+            {"num_hidden_layers": 5, "layer_types": [SLIDING, FULL] + [SLIDING] * 3},
+            "no pat",
+        ),
+        ("smollm3", {"no_rope_layers": [0, 1]}, r"\[0, 1\]: a list of 1 and 0 for 2 layers, in wh"),
+        ("smollm3", {"no_rope_layers": [1]}, r"is \[1\]: a list of 1 and 0 for 2 layers"),
+        ("smollm3", {"no_rope_layers": [1, 0, 0, 0]}, []),  # longer than it need be
+        (
+            "smollm3",
+            {"use_sliding_window": True, "sliding_window": 8},
+            "use_sliding_window is True",
+        ),
+        ("qwen3_5_text", {"layer_types": [LINEAR, FULL]}, []),
+        ("qwen3_5_text", {"layer_types": [FULL, LINEAR]}, "layer_types follow no pattern"),
+        ("qwen3_5_text", {"layer_types": [LINEAR]}, "layer_types follow no pattern"),
+        ("qwen3_5_text", {"layer_types": [LINEAR, SLIDING]}, "'sliding_attention' in layer 1"),
+        ("qwen3_5_text", {"linear_num_key_heads": 3}, "3 key heads do not divide 32 value heads"),
+        ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate is False, not True"),
+        ("qwen3_5_text", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn', not default"),
+        ("granite", {"attention_multiplier": 0}, "multiplier is 0: it must be a number above 0"),
+        ("granite", {"residual_multiplier": "0.2"}, "residual_multiplier is '0.2', no number"),
+        ("granite", {"logits_scaling": 0}, "logit_divisor must be above 0, got 0"),
+        ("glm4_moe_lite", GLM_LITE | {"mlp_layer_types": ["sparse", "dense"]}, "then sparse ones"),
+        (
+            "glm4_moe_lite",
+            GLM_LITE | {"first_k_dense_replace": 2},
+            "the first layer alone is dense",
+        ),
     ],
 )
 def test_a_key_that_is_missing_means_what_it_means_there(model_type, changes, match):

@@ -92,6 +92,7 @@ LAYOUTS = {
     "tp of delta layers": (Layout(tp=2), "qwen3_next"),
     "fsdp of delta layers": (Layout(dp_shard=3), "qwen3_5"),
     "ep": (Layout(dp_shard=2, ep=2), "mixtral"),
+    "ep, experts in one tensor": (Layout(dp_shard=2, ep=2), "granitemoe"),
     "ep of latents": (Layout(dp_shard=2, ep=2), "deepseek_v3"),
     "ep of experts in one tensor, in turns": (Layout(dp_shard=2, ep=2), "gpt_oss"),
     "tp of sinks": (Layout(tp=2), "gpt_oss"),
@@ -127,7 +128,7 @@ def written(tmp_path, row, dtype=None):
     return auto.from_pretrained(tmp_path / "c"), theirs
 
 
-@pytest.mark.parametrize("row", tiny.FEW)
+@pytest.mark.parametrize("row", [x for x in tiny.FEW if x.values[0] in tiny.ROWS])
 def test_transformers_loads_what_is_written_as_the_same_model(row, tmp_path):
     again, theirs = written(tmp_path, row)
     assert type(again) is type(theirs)

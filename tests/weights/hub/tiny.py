@@ -61,6 +61,14 @@ OF_DEEPSEEK = {
     "qk_nope_head_dim": 10,
     "v_head_dim": 6,
 }
+# Norms of latents have another epsilon than these, which is large enough to show.
+OF_GLM_LITE = {
+    **{key: x for key, x in OF_DEEPSEEK.items() if key != "first_k_dense_replace"},
+    "rms_norm_eps": 1e-3,
+    "routed_scaling_factor": 1.8,
+    "n_group": 1,
+    "topk_group": 1,
+}
 OF_GLM = {
     "num_hidden_layers": 3,
     "moe_intermediate_size": 16,
@@ -112,6 +120,10 @@ OF_DELTA = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 12,
+}
+OF_MROPE = {
+    "rope_parameters": OF_DELTA["rope_parameters"]
+    | {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
 }
 OF_QWEN3_NEXT = OF_QWEN3_MOE | {"shared_expert_intermediate_size": 24}
 CONTEXT = 128
@@ -194,6 +206,14 @@ ROWS = {
     "qwen3": ("Qwen3", PLAIN | {"head_dim": 12, "tie_word_embeddings": True}),
     "phi3": ("Phi3", PLAIN | {"pad_token_id": None, "eos_token_id": 1}),
     "mixtral": ("Mixtral", PLAIN | {"num_local_experts": 4}),
+    "granitemoe": ("GraniteMoe", PLAIN | OF_GRANITE | {"num_local_experts": 4}),
+    "granitemoe tied": (
+        "GraniteMoe",
+        LLAMA3
+        | OF_GRANITE
+        | {"tie_word_embeddings": True, "embedding_multiplier": 0.5, "residual_multiplier": 2.0}
+        | {"num_local_experts": 6, "num_experts_per_tok": 3, "attention_bias": True},
+    ),
     "qwen3_moe": ("Qwen3Moe", PLAIN | OF_QWEN3_MOE | {"norm_topk_prob": True}),
     "qwen3_moe some layers": (
         "Qwen3Moe",
@@ -203,6 +223,14 @@ ROWS = {
     "deepseek_v3 wide values": (
         "DeepseekV3",
         PLAIN | OF_DEEPSEEK | {"v_head_dim": 24, "first_k_dense_replace": 0},
+    ),
+    "glm4_moe_lite": ("Glm4MoeLite", PLAIN | OF_GLM_LITE),
+    "glm4_moe_lite tied, no query rank": (
+        "Glm4MoeLite",
+        PLAIN
+        | OF_GLM_LITE
+        | {"tie_word_embeddings": True, "q_lora_rank": None}
+        | {"mlp_layer_types": ["dense", "dense", "sparse"]},
     ),
     "glm4_moe": (
         "Glm4Moe",
@@ -261,6 +289,107 @@ ROWS |= {
     ),
 }
 
+# Multimodal models, of which the decoder is the text tower: their class, the changes of its text,
+# and what else their configuration has. Ids of images are beyond those that the tests use.
+SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "vision_use_head": False,
+}
+OF_GEMMA3 = {"vision_config": SIGLIP, "mm_tokens_per_image": 4, "image_token_index": 260}
+QWEN_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "depth": 2,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [1],
+}
+MROPE = {
+    "rope_parameters": {
+        **PLAIN["rope_parameters"],
+        "mrope_section": [2, 2, 2],
+        "mrope_interleaved": True,
+    }
+}
+# As the dense model of 31B, but for sizes.
+OF_GEMMA4 = {
+    "pad_token_id": 0,  # needed by its class
+    "rms_norm_eps": 1e-6,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 6,
+    "final_logit_softcapping": 3.0,
+    "use_bidirectional_attention": "vision",
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 50.0,
+            "partial_rotary_factor": 0.25,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+    },
+}
+GEMMA4_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "patch_size": 4,
+    "position_embedding_size": 16,
+}
+TOWERS = {
+    "gemma4": ("Gemma4", OF_GEMMA4, {"vision_config": GEMMA4_VISION, "audio_config": None}),
+    "gemma4, untied, values of their own": (
+        "Gemma4",
+        OF_GEMMA4 | {"attention_k_eq_v": False, "attention_bias": True},
+        {"vision_config": GEMMA4_VISION, "audio_config": None, "tie_word_embeddings": False},
+    ),
+    "gemma3 tower": (
+        "Gemma3",
+        LOCAL_ROPE | OF_GEMMA | {"num_hidden_layers": 7, "final_logit_softcapping": None},
+        OF_GEMMA3,
+    ),
+    "gemma3 tower, untied": (
+        "Gemma3",
+        LOCAL_ROPE | OF_GEMMA | {"final_logit_softcapping": None},
+        OF_GEMMA3 | {"tie_word_embeddings": False},
+    ),
+    "qwen3_vl": (
+        "Qwen3VL",
+        MROPE | {"head_dim": 12},
+        {"vision_config": QWEN_VISION, "tie_word_embeddings": True},
+    ),
+    "qwen3_vl, untied": (
+        "Qwen3VL",
+        MROPE | {"head_dim": 12, "attention_bias": True},
+        {"vision_config": QWEN_VISION, "tie_word_embeddings": False},
+    ),
+    "qwen3_5 tower": (
+        "Qwen3_5",
+        OF_DELTA | OF_MROPE,
+        {"vision_config": QWEN_VISION, "tie_word_embeddings": True},
+    ),
+    "qwen3_5_moe tower": (
+        "Qwen3_5Moe",
+        OF_DELTA | OF_MROPE | OF_QWEN3_NEXT,
+        {"vision_config": QWEN_VISION, "tie_word_embeddings": False},
+    ),
+}
+
 # What the first row of a family, or another row, shows as well where a family's map or its layers
 # are not the claim: heads of another width, tied or joined matrices, biases, caps, scores.
 BESIDE = {
@@ -275,14 +404,24 @@ BESIDE = {
     "olmo3 tied, all see",
     "smollm3 untied, every other layer, biases",
     "granite tied",
+    "granitemoe tied",
+    "glm4_moe_lite tied, no query rank",
     "gpt2 untied",
     "phi3 longrope, short",
     "qwen3_moe",
     "qwen3_moe every other layer",
     "deepseek_v3 wide values",
     "glm4_moe",
+    "qwen3_next, tied, some layers",
+    "qwen3_5 tied",
+    "gemma3 tower, untied",
+    "qwen3_vl, untied",
+    "gemma4, untied, values of their own",
 }
-FEW = [pytest.param(row, marks=pytest.mark.only_all if row in BESIDE else ()) for row in ROWS]
+FEW = [
+    pytest.param(row, marks=pytest.mark.only_all if row in BESIDE else ())
+    for row in [*ROWS, *TOWERS]
+]
 
 
 def load_transformers():
@@ -290,18 +429,29 @@ def load_transformers():
     return pytest.importorskip("transformers")
 
 
+def make_config(row):
+    """Return the configuration of a tiny model."""
+    kind, changes, *outer = (ROWS | TOWERS)[row]
+    values = (OF_GPT2 if kind == "GPT2" else SIZES) | changes
+    if outer:
+        values = outer[0] | {"text_config": values}
+    make = getattr(load_transformers(), f"{kind}Config").from_dict
+    return make(copy.deepcopy(values))  # it writes into its argument
+
+
 def make_theirs(row):
     """Return a tiny model whose norms and biases differ from their initial values."""
     transformers = load_transformers()
-    kind, changes = ROWS[row]
-    sizes = OF_GPT2 if kind == "GPT2" else SIZES
-    make_config = getattr(transformers, f"{kind}Config").from_dict
-    config = make_config(copy.deepcopy(sizes | changes))  # it writes into its argument
+    kind, _, *outer = (ROWS | TOWERS)[row]
+    config = make_config(row)
     torch.manual_seed(0)
     config._attn_implementation = "eager"
     name = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind.removesuffix('Text')}ForCausalLM"
+    name = f"{kind}ForConditionalGeneration" if outer else name
     theirs = getattr(transformers, name)(config).eval()
     fill(theirs)
+    if hasattr(theirs, "model") and hasattr(theirs.model, "language_model"):
+        theirs.model.language_model.embed_tokens.padding_idx = None  # which has no gradient
     return theirs
 
 
@@ -309,7 +459,7 @@ def fill(theirs):
     """Change a new model's values so that every tensor has an effect."""
     with torch.no_grad():
         for name, x in (*theirs.named_parameters(), *theirs.named_buffers()):
-            if "inv_freq" in name:
+            if "inv_freq" in name or not x.is_floating_point():
                 continue
             if x.ndim == 1:
                 x.add_(0.1 * torch.sin(torch.arange(x.numel()) + len(name)))

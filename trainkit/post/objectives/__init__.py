@@ -1,6 +1,12 @@
 """Losses over answers: preferences, policy gradients, teachers; and the advantages they take."""
 
 from trainkit.post.objectives.advantages import gae, group_advantages, leave_one_out
+from trainkit.post.objectives.classification import (
+    Pool,
+    bradley_terry,
+    classify,
+    pool_documents,
+)
 from trainkit.post.objectives.policy import (
     PolicyOptions,
     cispo,
@@ -25,8 +31,11 @@ from trainkit.post.objectives.teachers import distillation, stored_distillation
 
 __all__ = [
     "PolicyOptions",
+    "Pool",
     "add_reference_point",
+    "bradley_terry",
     "cispo",
+    "classify",
     "distillation",
     "dpo",
     "gae",
@@ -41,6 +50,7 @@ __all__ = [
     "log_ratio",
     "orpo",
     "policy_gradient",
+    "pool_documents",
     "ppo_clip",
     "sequence_policy_gradient",
     "simpo",

@@ -347,33 +347,75 @@ def _make_pair_loss(
         documents = _sum_scores("preference", output, batch, reference=reference, axis=axis)
         # [B, N] by document id, N even; ids without a document have zeros and are in no count.
         scores = documents.means(_SCORES) if over_tokens == "mean" else documents.sums[_SCORES]
-        chosen, rejected = _split_pairs(scores)
-        # Documents 2j and 2j + 1 are a pair, so at most the last document of a row has none.
-        has_chosen, has_rejected = _split_pairs(documents.exists)
-        is_broken = has_chosen != has_rejected
-        if can_read_values(is_broken) and is_broken.any():
-            row, pair = is_broken.nonzero()[0].tolist()
-            raise ValueError(
-                f"preference: document {2 * pair} of row {row} is the last one, and no pair; "
-                "chat.pack_pairs packs both answers into a row"
-            )
-        counts = documents.starts_here[:, ::2]  # a pair counts where its chosen answer starts
-        if over_tokens == "mean" and not reference:  # the mean of nothing is no log-probability
-            chosen_has_tokens, rejected_has_tokens = _split_pairs(documents.tokens > 0)
-            counts = counts & (is_broken | chosen_has_tokens & rejected_has_tokens)
-        # NaN reaches the step's check of finite losses, which needs no further host sync.
-        losses = pair_loss(chosen, rejected) * torch.where(is_broken, torch.nan, 1)
-        margin = scale * (chosen - rejected)
-        terms = {
-            "preference": losses,
-            "margin": margin,
-            "accuracy": (margin > 0).to(margin.dtype),
-            "chosen_reward": scale * chosen,
-            "rejected_reward": scale * rejected,
-        }
-        return torch.where(counts, losses, 0).sum(), sum_with_counts(terms, counts)
+        # The mean of nothing is no log-probability.
+        needs_tokens = over_tokens == "mean" and not reference
+        return make_pair_terms(
+            scores,
+            pair_loss,
+            exists=documents.exists,
+            starts_here=documents.starts_here,
+            has_score=documents.tokens > 0 if needs_tokens else None,
+            scale=scale,
+        )
 
     return loss
+
+
+def make_pair_terms(
+    scores: Tensor,
+    pair_loss: OfPair,
+    *,
+    exists: Tensor,
+    starts_here: Tensor,
+    has_score: Tensor | None = None,
+    scale: float = 1.0,
+) -> Terms:
+    """Return the loss of pairs of documents from their scores, and its terms.
+
+    Args:
+        scores: `[B, N]` by document id, N even.
+        pair_loss: The loss of a pair.
+        exists: `[B, N]`, True for documents that exist on any rank.
+        starts_here: `[B, N]`, True for those that start on this one.
+        has_score: `[B, N]`, False for documents whose pairs are left out; None leaves out none.
+        scale: The reward of a document is this times its score.
+
+    Raises:
+        ValueError: A document has no pair, on a CPU; on other devices the loss is NaN.
+
+    Examples:
+        >>> yes = torch.tensor([[True, True]])
+        >>> total, terms = make_pair_terms(
+        ...     torch.tensor([[2.0, 0.5]]), lambda a, b: b - a, exists=yes, starts_here=yes
+        ... )
+        >>> total, terms["margin"]
+        (tensor(-1.5000), tensor(1.5000))
+    """
+    chosen, rejected = _split_pairs(scores)
+    # Documents 2j and 2j + 1 are a pair, so at most the last document of a row has none.
+    has_chosen, has_rejected = _split_pairs(exists)
+    is_broken = has_chosen != has_rejected
+    if can_read_values(is_broken) and is_broken.any():
+        row, pair = is_broken.nonzero()[0].tolist()
+        raise ValueError(
+            f"preference: document {2 * pair} of row {row} is the last one, and no pair; "
+            "chat.pack_pairs packs both answers into a row"
+        )
+    counts = starts_here[:, ::2]  # a pair counts where its chosen answer starts
+    if has_score is not None:
+        chosen_has_score, rejected_has_score = _split_pairs(has_score)
+        counts = counts & (is_broken | chosen_has_score & rejected_has_score)
+    # NaN reaches the step's check of finite losses, which needs no further host sync.
+    losses = pair_loss(chosen, rejected) * torch.where(is_broken, torch.nan, 1)
+    margin = scale * (chosen - rejected)
+    terms = {
+        "preference": losses,
+        "margin": margin,
+        "accuracy": (margin > 0).to(margin.dtype),
+        "chosen_reward": scale * chosen,
+        "rejected_reward": scale * rejected,
+    }
+    return torch.where(counts, losses, 0).sum(), sum_with_counts(terms, counts)
 
 
 def _split_pairs(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -59,8 +59,10 @@ def open_mlflow(
             where="--sinks mlflow",
         )
     client = library.MlflowClient()
-    with contextlib.suppress(library.MlflowException):  # it is there
-        client.create_experiment(project)
+    # This comes first: a server that is not there is waited for once, for minutes, and not twice.
+    if client.get_experiment_by_name(project) is None:
+        with contextlib.suppress(library.MlflowException):  # another run has created it meanwhile
+            client.create_experiment(project)
     home = client.get_experiment_by_name(project).experiment_id
     tags = {"trainkit.run": get_run_id(run_dir)["run"]}
     found = client.search_runs([home], f"tags.`trainkit.run` = '{tags['trainkit.run']}'")

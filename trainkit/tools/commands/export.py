@@ -17,6 +17,11 @@ as a whole model, whose base is read from where it was or from --base:
   python -m trainkit export runs/finetune adapter/
   python -m trainkit export runs/finetune model/ --merge
 
+A run that started from a multimodal folder, whose text tower it has trained, is exported as such a
+folder: all other tensors are copied from where the folder was, or from --base. The decoder alone:
+
+  python -m trainkit export runs/finetune model/ --family gemma3_text
+
 Exit codes: 0 success, 64 wrong use (a folder that exists, a model of no known family), 65 no
 tokenizer or another than the run's, 66 a checkpoint that does not verify, 74 the disk is full.
 """
@@ -60,7 +65,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--merge", action="store_true", help="add a run's adapters to their base model"
     )
-    parser.add_argument("--base", help="path of the adapters' base model (default: where it was)")
+    parser.add_argument(
+        "--base",
+        help="path of the adapters' base model, or of the multimodal folder whose text tower the "
+        "run has trained (default: where it was)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON on a terminal too")
 
 
@@ -73,6 +82,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     from trainkit.post.adapters.export import export_peft, merge_run  # noqa: PLC0415 - torch
     from trainkit.text.tokenizers import open_tokenizer  # noqa: PLC0415 - torch
     from trainkit.weights import hub  # noqa: PLC0415 - torch
+    from trainkit.weights.checkpoint.initial_weights import TOWER  # noqa: PLC0415 - torch
     from trainkit.weights.checkpoint.load import read_facts  # noqa: PLC0415 - torch
     from trainkit.weights.hub.trained import has_learned_bos  # noqa: PLC0415 - torch
 
@@ -82,8 +92,11 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
     adapted = "base" in facts
     if options.merge and not adapted:
         raise ConfigError(f"export: --merge: {path} holds a whole model, with no adapters to merge")
-    if options.base and not adapted:
-        raise ConfigError(f"export: --base: {path} holds a whole model, and no adapters on a base")
+    if options.base and not adapted and TOWER not in facts:
+        raise ConfigError(
+            f"export: --base: {path} holds a whole model, with neither adapters on a base nor the "
+            "text tower of a multimodal one"
+        )
     if adapted and not options.merge:
         _check_adapter_flags(options)
         report = export_peft(
@@ -110,6 +123,7 @@ def run(options: argparse.Namespace) -> tuple[Any, int]:
         options.folder,
         context=context,
         family=options.family,
+        base=options.base if TOWER in facts else None,
         files=hub.make_tokenizer_files(
             name, template=template, adds_bos=has_learned_bos(open_tokenizer(name), facts)
         ),

@@ -294,7 +294,7 @@ def _count_row_flops(job: Job, part: Part, *, products: bool = True) -> float:
         linear_parameters=active if products else 0,
         layers=part.layers - sliding,
         heads=config.heads,
-        head_dim=head_dim,
+        head_dim=config.full_heads.size if config.full_heads else head_dim,
         lengths=lengths,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 import numpy as np
@@ -279,6 +279,9 @@ def delta_weights(name: str, shape: Sequence[int], offset: Sequence[int]) -> tor
     return values.sub_(3) if name.endswith("log_rate") else values
 
 
+# Attention to both sides, and a head whose rows tp shards.
+ENCODER = attrs.evolve(SHALLOW, bidirectional=True, classes=4)
+
 # Features of Gemma, OLMo 2 and GPT-2 that the other models lack, as many as can be combined.
 GEMMA_LIKE = attrs.evolve(
     SHALLOW,
@@ -315,9 +318,9 @@ GPT_OSS_LIKE = attrs.evolve(
     out_bias=True,
     attention_sinks=True,
     sliding=models.Sliding(window=9, full_every=2),
-    rope_scaling=models.YarnScaling(factor=4.0, original_length=16, beta_fast=4.0, truncate=False),
+    rope_scaling=models.YarnScaling(factor=4.0, original_length=16, beta_fast=4.0, fractional=True),
     # A clamp that some of the inner values reach.
-    experts=models.Experts(count=8, top_k=2, width=16, bias=True, clamp=1.0),
+    experts=models.Experts(count=8, top_k=2, width=16, bias=True, clamp=1.0, sigmoid_scale=1.7),
 )
 GPT_LIKE = attrs.evolve(
     SHALLOW,
@@ -359,12 +362,16 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "decoder with experts and sinks": partial(decoder_of, GPT_OSS_LIKE),
     "decoder with latents, none of queries": partial(decoder_of, NO_QUERY_RANK),
     "decoder with delta layers": partial(decoder_of, WITH_DELTA),
+    "decoder with adapters and delta layers": partial(
+        with_adapters, attrs.evolve(WITH_DELTA, layers=2)
+    ),
     "decoder with experts and delta layers": partial(with_experts, WITH_DELTA),
     "decoder like Gemma's": partial(decoder_of, GEMMA_LIKE),
     "decoder like OLMo 2's": partial(decoder_of, OLMO_LIKE),
     "decoder like GPT-2's": partial(decoder_of, GPT_LIKE),
     "decoder and losses of tokens": partial(decoder_of, SHALLOW),
     "decoder and losses of answers": partial(decoder_of, SHALLOW),
+    "encoder and losses of classes": partial(decoder_of, ENCODER),
     "foreign model": ForeignModel,
     "foreign model, a part for some": partial(ForeignModel, sometimes=True),
     "exact model": exact.ExactModel,
@@ -402,7 +409,7 @@ _TEACHER_TOP_K = 3
 _TEACHER_WIDTH = 8
 
 
-def answers_batch(step: int, *, rows: int = ROWS) -> Batch:
+def answers_batch(step: int, *, rows: int = ROWS, multiple_of: int = 16) -> Batch:
     """Return the global batch of a step: pairs of answers, with the columns that objectives read.
 
     Examples:
@@ -414,7 +421,7 @@ def answers_batch(step: int, *, rows: int = ROWS) -> Batch:
     lengths = random.integers(2, 20, size=80)
     tokens = random.integers(0, CONFIG.vocab_size, size=lengths.sum())
     corpus = TokenCorpus(tokens, np.append(0, lengths.cumsum()))
-    bins = pack_pairs(corpus.lengths, CAPACITY, multiple_of=16)
+    bins = pack_pairs(corpus.lengths, CAPACITY, multiple_of=multiple_of)
     rows_at = shuffle_epochs(len(bins), rows_per_step=rows, seed=0)
     batch = collate_bins(corpus, bins, rows_at(step))
     # A step has at most 512 tokens (8 rows of 64), so no two steps share a value of `at`.
@@ -431,6 +438,7 @@ def answers_batch(step: int, *, rows: int = ROWS) -> Batch:
     ids = batch.token_index.unsqueeze(-1) * 7 + 5 * torch.arange(_TEACHER_TOP_K)
     extra = {
         "noise_key": make_token_keys(batch.token_index, seed=0, step=step),
+        "classes": batch.document_ids % 4,
         "desirable": (batch.document_ids % 2 == 0).double(),
         "kl": torch.full_like(at, 0.2),
         "weights": 1.5 + waves(0),
@@ -477,6 +485,20 @@ def loss_of_answers(ps: Any) -> NamedLoss:
         (_rename_terms("orpo", objectives.orpo(axis=ps.sp)), 1.0),
         (policy, 0.5),
         (objectives.stored_distillation(), 0.01),
+    )
+
+
+def loss_of_classes(ps: Any) -> NamedLoss:
+    """Return the sum of the losses of the classes of documents, for each way to pool their tokens.
+
+    Effects:
+        None here; the loss communicates on `ps.sp`.
+    """
+    return losses.add_terms(
+        *(
+            (_rename_terms(pool, objectives.classify(pool=pool, axis=ps.sp)), 1.0)
+            for pool in get_args(objectives.Pool)
+        )
     )
 
 
@@ -642,7 +664,7 @@ _CASES: dict[str, list[LayoutCase]] = {
         LayoutCase(Layout(pp=2, dp_shard=2), recompute="full"),
         LayoutCase(Layout(dp_shard=2, ep=2), recompute="selective"),
         LayoutCase(Layout(ring=2, ep=2), recompute="full"),
-        LayoutCase(Layout(dp_replicate=2, dp_shard=2, ep=2)),
+        LayoutCase(Layout(dp_replicate=2, dp_shard=2, ep=2, reduce="each")),
         LayoutCase(Layout(dp_shard=2, tp=2, ep=2)),
     ],
     "decoder with experts": [
@@ -689,6 +711,11 @@ _CASES: dict[str, list[LayoutCase]] = {
     ],
     "decoder with latents, none of queries": [*_ENDS[1:2], LayoutCase(Layout(ulysses=2, tp=2))],
     "decoder with delta layers": make_default_cases(),
+    "decoder with adapters and delta layers": [
+        LayoutCase(Layout(dp_shard=2, tp=2)),
+        LayoutCase(Layout(ring=2), recompute="full"),
+        LayoutCase(Layout(pp=2, ulysses=2)),
+    ],
     "decoder with experts and delta layers": [
         *_ENDS,
         LayoutCase(compiled=True),
@@ -724,6 +751,10 @@ _CASES: dict[str, list[LayoutCase]] = {
         LayoutCase(Layout(pp=2, tp=2)),
         LayoutCase(Layout(dp_shard=2, ring=2)),
         LayoutCase(Layout(ulysses=2, tp=2)),
+    ],
+    "encoder and losses of classes": [
+        LayoutCase(Layout(pp=2, tp=2)),
+        LayoutCase(Layout(dp_shard=2, ulysses=2), recompute="selective"),
     ],
     "foreign model": [
         *_ENDS[:2],
@@ -901,13 +932,18 @@ def _make_training(name: str, cases: Sequence[LayoutCase], *, tier: str, steps: 
             split=split_foreign,
         )
     has_experts = name.startswith("decoder with experts")
+    is_encoder = name.startswith("encoder")
     loss: Any = expert_loss if has_experts else losses.next_token_linear
     objective = {
         "decoder and losses of tokens": loss_of_tokens,
         "decoder and losses of answers": loss_of_answers,
+        "encoder and losses of classes": loss_of_classes,
     }.get(name)
     training = make_training(
-        make_batches=partial(answers_batch if objective else decoder_batch, rows=rows),
+        # Attention to both sides would see the padding of documents.
+        make_batches=partial(answers_batch, rows=rows, multiple_of=1 if is_encoder else 16)
+        if objective
+        else partial(decoder_batch, rows=rows),
         plan=decoder_plan,
         loss=objective or loss,
         call=models.call_routed if has_experts else models.call_with_noise,

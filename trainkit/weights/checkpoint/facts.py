@@ -10,6 +10,7 @@ import attrs
 import orjson
 
 from trainkit.collectives import all_gather_objects, run_on_all_ranks
+from trainkit.models.decoder_sizes import config_from_facts
 from trainkit.types import Axis, ConfigError
 
 Facts = Mapping[str, Any] | Callable[[int], Mapping[str, Any]]
@@ -172,7 +173,8 @@ def compare_facts(
         plain = _plain_name(name)
         if plain in allow | ask and name not in saved:  # older checkpoints lack newer facts
             continue
-        differences = _diff_fact(name, saved.get(name), value)
+        old = _complete_decoder(saved.get(name)) if name == "model" else saved.get(name)
+        differences = _diff_fact(name, old, value)
         if name in allowed_fields or plain in allowed_names or plain in ask & granted:
             messages += ["; ".join(differences)] if differences else []
             tables += differences if isinstance(value, dict) else []
@@ -182,6 +184,14 @@ def compare_facts(
         else:
             errors += differences
     return [*errors, *tables] if errors else [], messages
+
+
+def _complete_decoder(saved: Any) -> Any:
+    """Return the table of a decoder with the options that its records did not have yet."""
+    try:
+        return orjson.loads(orjson.dumps(attrs.asdict(config_from_facts(saved))))
+    except (ValueError, TypeError):  # of another model, or of a decoder that is refused today
+        return saved
 
 
 def _diff_fact(name: str, old: Any, new: Any) -> list[str]:

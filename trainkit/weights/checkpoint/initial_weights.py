@@ -17,6 +17,8 @@ from trainkit.weights.checkpoint.run_state import hash_weights
 from trainkit.weights.checkpoint.safe_files import read_json
 
 _FACT = "first weights"
+TOWER = "tower"
+"""The fact with the multimodal folder whose text tower a run trains, for its export."""
 
 
 @attrs.frozen
@@ -85,12 +87,12 @@ def find_initial_weights(
             recorded = fetch_model(recorded)
         except TrainkitError:  # as a path that is gone
             recorded = Path(recorded)
-    saved_hash = {name: value for name, value in facts.items() if name == _FACT}
+    saved_facts = {name: value for name, value in facts.items() if name in (_FACT, TOWER)}
     # Checkpoints of adapters do not contain their base, so it must be read again.
     is_full_model = "base" not in facts
     resume_from = (run_dir if request == "auto" else checkpoint) if is_full_model else None
     if init is None:
-        return InitialWeights(recorded, resume_from, saved_hash)
+        return InitialWeights(recorded, resume_from, saved_facts)
     if recorded is not None:
         has_weights = any(recorded.glob("*.safetensors"))
         has_weights = has_weights or bool(list_checkpoints(recorded / "checkpoints"))
@@ -98,7 +100,7 @@ def find_initial_weights(
         same = (recorded.resolve(), recorded.resolve().parent.parent)
         # A run survives the deletion of its initial weights: its checkpoints replace them.
         if not has_weights and Path(init).resolve() in same:
-            return InitialWeights(recorded, resume_from, saved_hash)
+            return InitialWeights(recorded, resume_from, saved_facts)
     if not Path(init).exists():
         raise ConfigError(
             f"--init: there is no {init}, and the run in {run_dir} began with {recorded}",

@@ -7,7 +7,7 @@ an error. `ropes` reads the entries about rotary positions.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -99,6 +99,12 @@ _IGNORED = frozenset(
         "neftune_noise_alpha",
     }
 )
+TEXT = "text_config"
+"""The key of the decoder in the `config.json` of a multimodal model."""
+
+# Keys of a multimodal model that count before those of its text tower: the head and the files are
+# the whole model's.
+_WHOLE = ("tie_word_embeddings", "quantization_config", "auto_map", "trust_remote_code")
 # Null means that the option is off, or that the value follows from others.
 _NULLABLE = frozenset(
     {"head_dim", "kv_heads", "latents.query_rank", "score_softcap", "logit_softcap"}
@@ -156,8 +162,8 @@ def read_decoder_config(
         trainkit.types.ConfigError: config.json: unknown model_type 'mamba'; the nearest known ...
     """
     family = get_family(values.get("model_type"), where=where, families=families, values=values)
-    values = dict(values)
     problems: list[str] = []
+    values = get_text_values(values, family, problems)
     # `transformers` reads a key under several names (`attribute_map`), and files have either.
     for alias, key in family.aliases.items():
         if alias in values:
@@ -196,6 +202,35 @@ def read_decoder_config(
         got=problems,
         hint=f"trainkit's decoder computes {family.model_type} without these options",
     )
+
+
+def get_text_values(
+    values: Mapping[str, Any], family: Family, problems: list[str]
+) -> dict[str, Any]:
+    """Return the keys about the decoder: all, or those of the text tower of a multimodal model.
+
+    Args:
+        values: The content of a `config.json`.
+        family: Its family.
+        problems: A list that problems with the other keys are appended to.
+
+    Examples:
+        >>> get_text_values({"model_type": "qwen3"}, get_family("qwen3"), [])
+        {'model_type': 'qwen3'}
+    """
+    tower = family.tower
+    if tower is None:
+        return dict(values)
+    text = values.get(TEXT)
+    if not isinstance(text, dict):
+        problems.append(f"{TEXT} is no table")
+        return {}
+    if text.get("model_type", tower.model_type) != tower.model_type:
+        found = short_repr(text["model_type"])
+        problems.append(f"{TEXT}: model_type is {found}, not {tower.model_type!r}")
+    known_keys = {*tower.keys, *_IGNORED, *_WHOLE, TEXT}
+    problems += _find_unknown_keys(values, known_keys, family)
+    return text | {key: values[key] for key in _WHOLE if values.get(key) is not None}
 
 
 def set_context(config: DecoderConfig, context: int) -> DecoderConfig:
@@ -253,12 +288,15 @@ def _describe_nearest(
     model_type: str, values: Mapping[str, Any], families: Sequence[Family]
 ) -> str:
     """Return a clause that names the nearest family, and what of the file it does not have."""
+    text = values.get(TEXT)
+    values = {**(text if isinstance(text, dict) else {}), **values}
     present = values.keys() - _IGNORED
 
     def similarity(family: Family) -> float:
         # Alike names, squared because any two share some letters, and shared keys among those of
         # both: each from 0 to 1.
-        known = family.known_keys - _IGNORED
+        known = family.known_keys | (family.tower.keys | {TEXT} if family.tower else set())
+        known -= _IGNORED
         shared = len(present & known) / max(len(present | known), 1)
         alike = difflib.SequenceMatcher(None, model_type, family.model_type).ratio()
         return alike**2 + shared
@@ -288,24 +326,30 @@ def _find_key_problems(
         problem = find_quantization_problem(values["quantization_config"])
         problems += [problem] if problem else []
     problems += [
-        f"{key} is {short_repr(values[key])}, not {' or '.join(map(short_repr, allowed))}"
+        f"{key} is {short_repr(complete[key])}, not {' or '.join(map(short_repr, allowed))}"
         for key, allowed in family.only.items()
-        if values.get(key) is not None and not any(equal_json(values[key], x) for x in allowed)
+        if complete.get(key) is not None and not any(equal_json(complete[key], x) for x in allowed)
     ]
     problems += [f"{key} is missing" for key in family.keys if key not in complete]
     known_keys = family.known_keys | _IGNORED
     known_keys |= {"auto_map", "trust_remote_code", "quantization_config"}
-    off = [key for key, value in values.items() if value is None or value is False]
-    unknown = values.keys() - known_keys - {*off}
-    for key in sorted(unknown):
-        who = list_who(lambda other, key=key: key in other.known_keys)
-        alike = difflib.get_close_matches(key, known_keys, n=1, cutoff=0.85)
-        alike = f", whose nearest is {alike[0]}" if alike and not who else ""
-        problems.append(
-            f"{key[:100]} is {short_repr(values[key])}, an unknown key of "
-            f"{family.model_type}{who or alike}"
-        )
+    problems += _find_unknown_keys(values, known_keys, family)
     return problems
+
+
+def _find_unknown_keys(
+    values: Mapping[str, Any], known_keys: Collection[str], family: Family
+) -> Iterator[str]:
+    """Yield a problem for each unknown key: with its value, and the families that have it."""
+    for key in sorted(values.keys() - known_keys):
+        if values[key] is None or values[key] is False:
+            continue
+        clue = list_who(lambda other, key=key: key in other.known_keys)
+        alike = difflib.get_close_matches(key, known_keys, n=1, cutoff=0.85)
+        if alike and not clue:
+            clue = f", whose nearest is {alike[0]}"
+        found = f"{key[:100]} is {short_repr(values[key])}"
+        yield f"{found}, an unknown key of {family.model_type}{clue}"
 
 
 def _is_own_code(auto_map: Any, family: Family) -> bool:
@@ -508,7 +552,8 @@ def match_family(config: DecoderConfig) -> Family:
         ['llama', 'qwen3']
     """
     reasons = []
-    for family in FAMILIES:
+    # A text tower alone is no multimodal model.
+    for family in (each for each in FAMILIES if each.tower is None):
         reason = _find_mismatch(config, family)
         if reason is None:
             return family
@@ -531,10 +576,21 @@ def _find_mismatch(config: DecoderConfig, family: Family) -> str | None:
         read = read_decoder_config(values, families=[family], context=context)
     except ValueError as error:
         return str(error)
+    different = find_differences(config, read)
+    return f"its {', '.join(f'{k} is {x}' for k, x in different.items())}" if different else None
+
+
+def find_differences(config: DecoderConfig, other: DecoderConfig) -> dict[str, Any]:
+    """Return the fields of `other` by which it computes something else than `config`.
+
+    Examples:
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
+        >>> find_differences(*(make_decoder_config("tiny", layers=i) for i in (1, 2)))
+        {'layers': 2}
+    """
     want = _flatten(_normalize(config))
-    got = _flatten(_normalize(read))
-    different = sorted(name for name in want if want[name] != got[name])
-    return f"its {', '.join(f'{x} is {got[x]}' for x in different)}" if different else None
+    got = _flatten(_normalize(other))
+    return {name: got[name] for name in sorted(want) if want[name] != got[name]}
 
 
 def _flatten(config: DecoderConfig) -> dict[str, Any]:
@@ -562,6 +618,9 @@ def _normalize(config: DecoderConfig) -> DecoderConfig:
     changes: dict[str, Any] = {"dropout": 0.0}
     if config.latents is None:
         changes["head_dim"] = config.head_size
+    else:
+        eps = config.latents.norm_eps or config.norm_eps
+        changes["latents"] = attrs.evolve(config.latents, norm_eps=eps)
     if experts is not None:
         changes["experts"] = attrs.evolve(experts, jitter=0.0)
         # Without a dense layer the width of dense layers has no effect.
@@ -606,6 +665,14 @@ def write_decoder_config(
         ['LlamaForCausalLM']
     """
     family = family or match_family(config)
+    if family.tower is not None:
+        raise ConfigError(
+            f"write_decoder_config: {family.model_type} is a multimodal model, of which the "
+            f"decoder is a part: {family.tower.model_type}",
+            where="family",
+            got=family.model_type,
+            hint="export_folder(base=) takes the rest from the folder that the decoder came from",
+        )
     reason = _find_mismatch(config, family)
     if reason is not None:
         raise ConfigError(
@@ -633,8 +700,8 @@ def _write_values(config: DecoderConfig, family: Family, *, context: int) -> dic
     }
     for key, field in family.keys.items():
         if isinstance(field, Key):
-            # Of a record that the decoder lacks, such as experts.
-            if "." in field.field and fields[field.field] is None:
+            # A record that the decoder lacks, such as experts, or a field of it.
+            if field.field.partition(".")[0] in PARTS and fields[field.field] is None:
                 raise ValueError(f"it has {key}")
             values[key] = field.write(fields[field.field], config)
         else:

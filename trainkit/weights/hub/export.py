@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,35 @@ from trainkit.parallel.stage_forward import compute_device
 from trainkit.types import SOLO, Axis, CheckpointError, ConfigError, Weights
 from trainkit.weights.checkpoint.boxes import get_dtype_name, get_parameter_name, shorten
 from trainkit.weights.checkpoint.export import SHARD_BYTES, describe_origin, write_weights
+from trainkit.weights.checkpoint.initial_weights import TOWER
 from trainkit.weights.checkpoint.load import read_facts
 from trainkit.weights.checkpoint.manifest import find_checkpoint
 from trainkit.weights.checkpoint.reading import make_weights_reader
 from trainkit.weights.checkpoint.run_state import model_tensors
+from trainkit.weights.checkpoint.safe_files import read_bounded
 from trainkit.weights.checkpoint.sources import read_model_tensors
 from trainkit.weights.checkpoint.tensor_files import Stored
-from trainkit.weights.hub.configs import get_family, match_family, write_decoder_config
+from trainkit.weights.hub.configs import (
+    TEXT,
+    find_differences,
+    get_family,
+    match_family,
+    write_decoder_config,
+)
 from trainkit.weights.hub.families import Family
-from trainkit.weights.hub.folder import CONFIG, get_decoder_shapes, make_family_links
+from trainkit.weights.hub.folder import (
+    CONFIG,
+    HFFolder,
+    find_outside_tensors,
+    get_decoder_shapes,
+    is_hf_folder,
+    list_names,
+    make_family_links,
+    open_folder,
+)
 from trainkit.weights.hub.links import Link, get_foreign_shapes, map_weights
 
+_MAX_BYTES = 1 << 27  # of a file with settings
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -39,6 +57,7 @@ def export_folder(
     *,
     context: int,
     family: Family | str | None = None,
+    base: Path | str | None = None,
     files: Mapping[str, bytes] | None = None,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -53,7 +72,11 @@ def export_folder(
             newest one that verifies.
         folder: The new folder; it appears by one rename when it is complete.
         context: The maximum number of tokens in a row: `max_position_embeddings`.
-        family: The family or its `model_type`; by default the first that computes the same.
+        family: The family or its `model_type`; by default the first that computes the same. For a
+            decoder that came from a multimodal folder, its own family writes the decoder alone.
+        base: The multimodal folder whose text tower the decoder is. Its other tensors are copied
+            bit for bit, and so are the settings of its processors. By default the one that the run
+            started from (`trained.make_tower_facts`).
         files: Further files of the folder, such as those of a tokenizer (`make_tokenizer_files`);
             the ids of `generation_config.json` are also written to `config.json`.
         dtype: The dtype of parameters, such as "bfloat16"; None does not change it. The biases of
@@ -68,7 +91,8 @@ def export_folder(
 
     Raises:
         CheckpointError: The checkpoint does not verify, or is not of a decoder.
-        ConfigError: No family computes the decoder, or the folder exists already.
+        ConfigError: No family computes the decoder, the folder exists already, or the multimodal
+            folder is gone, quantized, or of another decoder.
         DiskError: It cannot be written; then there is no folder, or the old one.
 
     Effects:
@@ -99,9 +123,12 @@ def export_folder(
         lambda: str(find_checkpoint(checkpoint)) if axis.index == 0 else None, axis
     )
     path = Path(paths[0])
-    config = config_from_facts(read_facts(path, needs=["model"])["model"])
-    family = _choose_family(family, config)
-    links, shapes = make_export_links(family, config)
+    facts = read_facts(path, needs=["model"])
+    config = config_from_facts(facts["model"])
+    whole = _open_whole(base or facts.get(TOWER), family, config, path)
+    family = whole.family if whole else _choose_family(family, config)
+    # As in the multimodal folder: with a matrix of each expert, or all experts in one tensor.
+    links, shapes = make_export_links(family, config, present=list_names(whole) if whole else ())
     our_shapes = get_decoder_shapes(config)
     if read is None:
         stored = _find_stored(path, our_shapes)
@@ -116,24 +143,115 @@ def export_folder(
     if dtype is not None:  # not for the biases of routers, which are no parameters
         dtypes |= dict.fromkeys(parameter_shapes(config), dtype)
     their_dtypes = _find_dtypes(links, dtypes)
-    values = write_decoder_config(config, context=context, family=family)
     # `from_pretrained` makes the model in this dtype.
-    values["torch_dtype"] = their_dtypes[family.names(config)["embedding.weight"].name]
+    model_dtype = their_dtypes[family.names(config)["embedding.weight"].name]
     extra_files = dict(files or {})
     # Without them, a class of transformers would use defaults of its own.
     ids = orjson.loads(extra_files.get("generation_config.json", b"{}"))
-    values |= {key: ids.get(key) for key in _IDS}
+    tensors = {name: Stored(their_dtypes[name], shape, ()) for name, shape in shapes.items()}
+    read_theirs = map_weights(read, links, shapes)
+    if whole:
+        values = _update_config(whole, config, context=context, dtype=model_dtype)
+        values |= {key: ids[key] for key in _IDS if key in values and ids.get(key) is not None}
+        tensors, read_theirs = _add_outside_tensors(whole, tensors, read_theirs)
+        # What `transformers` reads about images and sound.
+        for file in sorted(whole.path.glob("*processor*.json")):
+            extra_files.setdefault(file.name, bytes(read_bounded(file, _MAX_BYTES, shared=True)))
+    else:
+        values = write_decoder_config(config, context=context, family=family)
+        values["torch_dtype"] = model_dtype
+        values |= {key: ids.get(key) for key in _IDS}
     extra_files[CONFIG] = orjson.dumps(values, option=orjson.OPT_INDENT_2)
     return write_weights(
-        {name: Stored(their_dtypes[name], shape, ()) for name, shape in shapes.items()},
+        tensors,
         folder,
         shard_bytes=shard_bytes,
         overwrite=overwrite,
         origin=describe_origin(path),
-        read=map_weights(read, links, shapes),
+        read=read_theirs,
         extra_files=extra_files,
         axis=axis,
     )
+
+
+def _open_whole(
+    base: Path | str | None, family: Family | str | None, config: DecoderConfig, run: Path
+) -> HFFolder | None:
+    """Return the multimodal folder to write the decoder into; None to write the decoder alone."""
+    if family is not None and _choose_family(family, config).tower is None:
+        return None
+    if base is None:
+        return None
+    alone = "or write the decoder alone: --family and its model_type, such as gemma3_text"
+    if not is_hf_folder(base):
+        raise ConfigError(
+            f"export_folder: the decoder of {run} is the text tower of a multimodal model, whose "
+            f"other tensors are copied from {base}, which is gone",
+            where="base",
+            got=str(base),
+            hint=f"name where the folder is now: --base; {alone}",
+        )
+    whole = open_folder(base)
+    if whole.family.tower is None:
+        raise ConfigError(
+            f"export_folder: base is {base}, of a {whole.family.model_type}, and no multimodal "
+            "model",
+            where="base",
+            got=whole.family.model_type,
+            hint="leave it out",
+        )
+    different = find_differences(config, whole.config)
+    # A vocabulary may have got more rows (`resize_weights`).
+    different.pop("vocab_size", None)
+    different.pop("dropout", None)
+    if different:
+        raise ConfigError(
+            f"export_folder: the text tower of {base} is another decoder than that of {run}: its "
+            f"{', '.join(f'{k} is {x}' for k, x in different.items())}",
+            where="base",
+            got=different,
+            hint=f"name the folder that the run started from: --base; {alone}",
+        )
+    if whole.values.get("quantization_config") is not None:
+        raise ConfigError(
+            f"export_folder: {base} is quantized, and the trained tower is not: they cannot be in "
+            "one folder",
+            where="base",
+            hint=f"name the folder of the same model that is not quantized: --base; {alone}",
+        )
+    return whole
+
+
+def _update_config(
+    whole: HFFolder, config: DecoderConfig, *, context: int, dtype: str
+) -> dict[str, Any]:
+    """Return the config.json of a multimodal folder, with what has changed of its text tower."""
+    text = dict(whole.values[TEXT])
+    if config.vocab_size != whole.config.vocab_size:
+        text["vocab_size"] = config.vocab_size
+    if context != whole.full_context:
+        text["max_position_embeddings"] = context
+    values = {**whole.values, TEXT: text}
+    for table in (values, text):
+        table |= {key: dtype for key in ("dtype", "torch_dtype") if key in table}
+    return values if "dtype" in values else values | {"torch_dtype": dtype}
+
+
+def _add_outside_tensors(
+    whole: HFFolder, tensors: Mapping[str, Stored], read: Weights
+) -> tuple[dict[str, Stored], Weights]:
+    """Return the tensors of a multimodal folder by its names, and a function that reads them."""
+    shapes = {name: stored.shape for name, stored in tensors.items()}
+    names, outside = find_outside_tensors(whole, shapes)
+    read_outside = make_weights_reader(outside)
+    families_name = {theirs: name for name, theirs in names.items()}
+
+    def read_any(name: str, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+        if name in outside:
+            return read_outside(name, shape, offset)
+        return read(families_name[name], shape, offset)
+
+    return {**{names[name]: x for name, x in tensors.items()}, **outside}, read_any
 
 
 def stream_weights(
@@ -241,13 +359,14 @@ def _choose_family(family: Family | str | None, config: DecoderConfig) -> Family
 
 
 def make_export_links(
-    family: Family | str | None, config: DecoderConfig
+    family: Family | str | None, config: DecoderConfig, *, present: Collection[str] = ()
 ) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
     """Return the links from a family's tensors to ours, and the shapes of a family's tensors.
 
     Args:
         family: The family, or its `model_type`; by default the first that computes the decoder.
         config: The decoder.
+        present: As in `make_family_links`.
 
     Raises:
         ConfigError: No family computes it, or there is no such family.
@@ -257,7 +376,7 @@ def make_export_links(
         >>> make_export_links("llama", make_decoder_config("tiny"))[1]["model.norm.weight"]
         (128,)
     """
-    links = make_family_links(_choose_family(family, config), config)
+    links = make_family_links(_choose_family(family, config), config, present=present)
     # Swapped, because `map_weights` reads the left side of links by means of the right one.
     return [link.swap_sides() for link in links], get_foreign_shapes(links)
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import attrs
 
-from trainkit.models.config import DecoderConfig
+from trainkit.models.config import DecoderConfig, FullHeads
 from trainkit.weights.hub.links import HFTensor
+from trainkit.weights.hub.towers import BODY, Tower
 
 KINDS = ("full_attention", "sliding_attention")
 """The names of full and of sliding layers, in `layer_types` and in `rope_parameters`."""
@@ -64,6 +65,7 @@ class Family:
             both.
         ignored_tensors: Patterns of tensors that are no part of the model; `{layers}` is the number
             of layers.
+        tower: Set if the decoder is a part of the model: the text tower of a multimodal one.
     """
 
     model_type: str
@@ -82,6 +84,7 @@ class Family:
     has_delta: bool = False
     names: Callable[[DecoderConfig], Mapping[str, HFTensor]]
     ignored_tensors: Sequence[str] = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
+    tower: Tower | None = None
 
     @property
     def layer_types(self) -> tuple[str, ...]:
@@ -342,6 +345,8 @@ _GEMMA2 = Family(
 )
 
 
+_GEMMA3_ONLY = frozenset({"query_pre_attn_scalar", "sliding_window_pattern"})
+
 # "Gemma 3 Technical Report" (2025): norms of queries and keys in place of the soft cap of scores;
 # five sliding layers, with a theta of their own, for each full one.
 _GEMMA3 = Family(
@@ -594,6 +599,42 @@ _MIXTRAL = Family(
 )
 
 
+# The experts of a layer are one tensor, with the gates above the others.
+_GRANITE_INPUTS = HFTensor("block_sparse_moe.input_linear.weight", fused=True, rows=1)
+_GRANITE_EXPERTS = _block(
+    {
+        "mlp.router.weight": "block_sparse_moe.router.layer.weight",
+        "mlp.experts.gate": _GRANITE_INPUTS,
+        "mlp.experts.up": _GRANITE_INPUTS,
+        "mlp.experts.down": "block_sparse_moe.output_linear.weight",
+    }
+)
+
+# "Granite 3.0 Language Models" (2024): experts with softmax routing in each layer.
+_GRANITE_MOE = Family(
+    model_type="granitemoe",
+    models="Granite 3 MoE",
+    architecture="GraniteMoeForCausalLM",
+    keys={
+        **_KEYS,
+        **_GRANITE_KEYS,
+        "attention_bias": ("qkv_bias", "out_bias"),
+        "intermediate_size": ("mlp_width", "experts.width"),
+        "num_local_experts": "experts.count",
+        "num_experts_per_tok": "experts.top_k",
+    },
+    defaults={
+        **_DEFAULTS,
+        **dict.fromkeys(_GRANITE_KEYS, 1.0),
+        "attention_bias": False,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    only=_SILU,
+    names=lambda _: _NAMES | _GRANITE_EXPERTS,
+)
+
+
 def _first_layers(value: Any, _: Mapping[str, Any]) -> int:
     """Return the number of layers without experts, which must be the first ones."""
     layers: list[int] = [] if value is None else value
@@ -670,6 +711,13 @@ _SIGMOID: dict[str, Any] = {
 }
 
 
+# The norms of latents always have this epsilon.
+_LATENT_SIGMOID: dict[str, Any] = {
+    **_SIGMOID,
+    "fixed": {**_SIGMOID["fixed"], "latents.norm_eps": 1e-6},
+}
+
+
 def _deepseek_names(config: DecoderConfig) -> dict[str, HFTensor]:
     assert config.latents is not None
     # With a rank, queries pass a latent: q_a_proj, a norm, q_b_proj. Smaller models have none.
@@ -706,7 +754,6 @@ _DEEPSEEK_V3 = Family(
     defaults={**_DEFAULTS, "norm_topk_prob": True, "q_lora_rank": None},
     only={
         **_NO_BIAS,
-        "rms_norm_eps": (1e-6,),  # the norms of its latents always have this one
         "rope_interleave": (True,),
         "moe_layer_freq": (1,),
         "scoring_func": ("sigmoid",),
@@ -715,7 +762,47 @@ _DEEPSEEK_V3 = Family(
     },
     ignored_keys=frozenset({"ep_size", "aux_loss_alpha", "seq_aux", "head_dim", "qk_head_dim"}),
     names=_deepseek_names,
-    **_SIGMOID,
+    **_LATENT_SIGMOID,
+)
+
+
+def _read_sparse(value: Any, config: Mapping[str, Any]) -> int:
+    """Return the first layer with experts, from the list of each layer's kind of MLP."""
+    if value is None:
+        if config.get("first_k_dense_replace", 1) != 1:
+            raise ValueError("without it the first layer alone is dense in transformers")
+        return 1
+    layers = config["num_hidden_layers"]
+    first = value.index("sparse") if "sparse" in value else len(value)
+    if value != ["dense"] * first + ["sparse"] * (layers - first):
+        raise ValueError(f"{layers} layers, dense ones and then sparse ones, are supported")
+    return first
+
+
+# "GLM-4.7-Flash" (2026): the layers of DeepSeek-V3.
+_GLM4_MOE_LITE = attrs.evolve(
+    _DEEPSEEK_V3,
+    model_type="glm4_moe_lite",
+    models="GLM-4.7-Flash",
+    architecture="Glm4MoeLiteForCausalLM",
+    keys={
+        **{key: x for key, x in _DEEPSEEK_V3.keys.items() if key != "first_k_dense_replace"},
+        "mlp_layer_types": Key(
+            "experts.first",
+            _read_sparse,
+            lambda first, config: ["dense"] * first + ["sparse"] * (config.layers - first),
+        ),
+    },
+    defaults={
+        **_DEEPSEEK_V3.defaults,
+        "rms_norm_eps": 1e-5,
+        "mlp_layer_types": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.8,
+        "n_shared_experts": 1,
+    },
+    ignored_keys=_DEEPSEEK_V3.ignored_keys | {"first_k_dense_replace"},
 )
 
 
@@ -963,6 +1050,237 @@ _QWEN3_5_MOE = Family(
 )
 
 
+def _read_full_heads(_: Any, values: Mapping[str, Any]) -> FullHeads:
+    """Return the heads of full layers, from either form of the file."""
+    size, kv_heads = values["global_head_dim"], values["num_key_value_heads"]
+    tied_values = values["attention_k_eq_v"]
+    if not isinstance(tied_values, bool):
+        raise TypeError("attention_k_eq_v must be true or false")
+    if tied_values and values["num_global_key_value_heads"] is not None:
+        kv_heads = values["num_global_key_value_heads"]
+    # `transformers` 5.24 writes these, for each full layer by its index, in place of the two keys.
+    layers = values["per_layer_config"]
+    if layers is not None:
+        full = [str(i) for i, x in enumerate(values["layer_types"]) if x == "full_attention"]
+        changed = [layers[i] for i in full] if {*layers} == {*full} else []
+        if not changed or any(x != changed[0] for x in changed):
+            raise ValueError("it must have the same entries for each full layer, and no others")
+        size = changed[0].get("head_dim", values["head_dim"])
+        kv_heads = changed[0].get("num_key_value_heads", values["num_key_value_heads"])
+        if changed[0].keys() - {"head_dim", "num_key_value_heads"}:
+            raise ValueError("it must have head_dim and num_key_value_heads alone")
+    return FullHeads(size=_whole(size), kv_heads=_whole(kv_heads), tied_values=tied_values)
+
+
+def _write_full_heads(_: Any, config: DecoderConfig) -> dict[str, Any]:
+    if config.full_heads is None:
+        raise ValueError("the heads of all its layers are alike")
+    full = {"head_dim": config.full_heads.size, "num_key_value_heads": config.full_heads.kv_heads}
+    return {str(i): full for i in range(config.layers) if i not in config.sliding_layers}
+
+
+def _write_tied_values(_: Any, config: DecoderConfig) -> bool:
+    return config.full_heads is not None and config.full_heads.tied_values
+
+
+# Gemma 4 (2026), as the dense model of 31B is: full layers have wider heads and fewer of keys,
+# whose projection is also the values'; values are normalized; scores are not divided. The smaller
+# ones have an embedding for each layer and layers that share keys and values, and 26B-A4B has
+# experts next to an MLP in each layer: these keys are refused.
+_GEMMA4 = Family(
+    model_type="gemma4_text",
+    models="Gemma 4, text alone",
+    architecture="Gemma4ForCausalLM",
+    keys={
+        **{k: x for k, x in _GEMMA3.keys.items() if k != "query_pre_attn_scalar"},
+        "per_layer_config": Key("full_heads", _read_full_heads, _write_full_heads),
+        "attention_k_eq_v": Key("full_heads", _read_full_heads, _write_tied_values),
+    },
+    defaults={
+        **{k: x for k, x in _GEMMA3.defaults.items() if k not in _GEMMA3_ONLY},
+        "sliding_window": 512,
+        "per_layer_config": None,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": None,
+        "attention_k_eq_v": False,
+        "hidden_size_per_layer_input": 256,
+        "rope_local_base_freq": 10_000.0,
+    },
+    fixed={
+        "norms.place": "around",
+        "qk_norm": True,
+        "value_norm": True,
+        "layer_scales": True,
+        "query_scalar": 1.0,
+        "embedding_scale": _GEMMA2.fixed["embedding_scale"],
+    },
+    only={
+        "hidden_size_per_layer_input": (0, None),
+        "num_kv_shared_layers": (0,),
+        "enable_moe_block": (False,),
+        # Of the tokens of an image; a text has none.
+        "use_bidirectional_attention": (None, "vision"),
+    },
+    ignored_keys=frozenset(
+        {
+            "vocab_size_per_layer_input",
+            "use_double_wide_mlp",
+            "num_experts",
+            "top_k_experts",
+            "moe_intermediate_size",
+        }
+    ),
+    ropes=("default", "proportional"),
+    needs_rope=True,
+    windows={"full_every": 6},
+    local_rope="rope_local_base_freq",
+    names=lambda _: _NAMES | _NORMS_AROUND | _block({"layer_scale": "layer_scalar"}),
+)
+
+
+# ------------------------------------------------------------------------------------------ towers
+
+# In the `config.json` of every multimodal model.
+_OUTER_KEYS = frozenset({"vision_config", "image_token_id", "image_token_index", "video_token_id"})
+
+
+def _make_tower(
+    text: Family,
+    *,
+    model_type: str,
+    models: str,
+    architecture: str,
+    tensors: Sequence[str],
+    keys: Sequence[str] = (),
+    defaults: Mapping[str, Any],
+) -> Family:
+    """Return the family of multimodal models whose text tower is a decoder of the family `text`.
+
+    Args:
+        text: The family of the decoder; its `model_type` is that of the `text_config`.
+        model_type: The name of the whole model in its `config.json`.
+        models: The models that people know it by.
+        architecture: Its class in `transformers`.
+        tensors: Patterns of the tensors that are not the decoder's, under the names of any release.
+        keys: Keys of the `config.json` besides those of all multimodal models.
+        defaults: The values of missing keys that are others than those of `text`.
+    """
+
+    def name(there: str) -> str:
+        return BODY + there.removeprefix("model.") if there.startswith("model.") else there
+
+    def names(config: DecoderConfig) -> dict[str, HFTensor]:
+        return {k: attrs.evolve(x, name=name(x.name)) for k, x in text.names(config).items()}
+
+    return attrs.evolve(
+        text,
+        model_type=model_type,
+        models=models,
+        architecture=architecture,
+        defaults={**text.defaults, **defaults},
+        names=names,
+        ignored_tensors=[*map(name, text.ignored_tensors), *tensors],
+        tower=Tower(
+            model_type=text.model_type,
+            keys=_OUTER_KEYS.union(keys),
+            tensors=tensors,
+        ),
+    )
+
+
+# The published folders of 4B, 12B and 27B leave out what is the default of `transformers`.
+_GEMMA3_TOWER = _make_tower(
+    attrs.evolve(
+        _GEMMA3,
+        keys={k: x for k, x in _GEMMA3.keys.items() if k != "final_logit_softcapping"},
+        # Its class in `transformers` does not read this one.
+        only={**_GEMMA3.only, "final_logit_softcapping": (None,)},
+    ),
+    model_type="gemma3",
+    models="Gemma 3 (4B, 12B, 27B)",
+    architecture="Gemma3ForConditionalGeneration",
+    tensors=(
+        "vision_tower.**",
+        "multi_modal_projector.**",
+        "model.vision_tower.**",
+        "model.multi_modal_projector.**",
+    ),
+    keys=("boi_token_index", "eoi_token_index", "mm_tokens_per_image"),
+    defaults={
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 131_072,
+    },
+)
+
+_GEMMA4_TOWER = _make_tower(
+    _GEMMA4,
+    model_type="gemma4",
+    models="Gemma 4 (31B)",
+    architecture="Gemma4ForConditionalGeneration",
+    tensors=(
+        "model.vision_tower.**",
+        "model.embed_vision.**",
+        "model.audio_tower.**",
+        "model.embed_audio.**",
+        "vision_tower.**",
+        "embed_vision.**",
+        "audio_tower.**",
+        "embed_audio.**",
+    ),
+    keys=(
+        "audio_config",
+        "audio_token_id",
+        "boa_token_id",
+        "boi_token_id",
+        "eoa_token_index",
+        "eoa_token_id",
+        "eoi_token_id",
+        "vision_soft_tokens_per_image",
+    ),
+    defaults={"max_position_embeddings": 131_072},
+)
+
+# "Qwen3-VL Technical Report" (2025). Its rotary positions have three sections, for time, height and
+# width: in a text all three are the index of the token.
+_QWEN3_VL = _make_tower(
+    attrs.evolve(_QWEN3, model_type="qwen3_vl_text", windows=None, ropes=(*_QWEN3.ropes, "mrope")),
+    model_type="qwen3_vl",
+    models="Qwen3-VL",
+    architecture="Qwen3VLForConditionalGeneration",
+    tensors=("visual.**", "model.visual.**"),
+    keys=("vision_start_token_id", "vision_end_token_id"),
+    defaults={
+        "num_key_value_heads": 32,
+        "rope_theta": 500_000.0,
+        "max_position_embeddings": 128_000,
+    },
+)
+
+_QWEN3_5_TOWER: dict[str, Any] = {
+    "tensors": ("visual.**", "model.visual.**", "mtp.**"),
+    "keys": ("vision_start_token_id", "vision_end_token_id", "language_model_only"),
+    "defaults": {},
+}
+_QWEN3_5_WHOLE = _make_tower(
+    _QWEN3_5,
+    model_type="qwen3_5",
+    models="Qwen3.5 (2B, 27B)",
+    architecture="Qwen3_5ForConditionalGeneration",
+    **_QWEN3_5_TOWER,
+)
+_QWEN3_5_MOE_WHOLE = _make_tower(
+    _QWEN3_5_MOE,
+    model_type="qwen3_5_moe",
+    models="Qwen3.5 (35B-A3B, 397B-A17B)",
+    architecture="Qwen3_5MoeForConditionalGeneration",
+    **_QWEN3_5_TOWER,
+)
+
+
 FAMILIES = (
     _LLAMA,
     _MISTRAL,
@@ -977,13 +1295,21 @@ FAMILIES = (
     _GRANITE,
     _GPT2,
     _MIXTRAL,
+    _GRANITE_MOE,
     _QWEN3_MOE,
     _DEEPSEEK_V3,
     _GLM4_MOE,
+    _GLM4_MOE_LITE,
     _GPT_OSS,
     _QWEN3_NEXT,
     _QWEN3_5,
     _QWEN3_5_MOE,
+    _GEMMA4,
+    _QWEN3_5_WHOLE,
+    _QWEN3_5_MOE_WHOLE,
+    _GEMMA3_TOWER,
+    _GEMMA4_TOWER,
+    _QWEN3_VL,
 )
 """Every family; of those that compute the same, the first is what is written."""
 

@@ -30,7 +30,7 @@ from trainkit.weights.checkpoint.safe_files import read_bounded, refusal
 from trainkit.weights.checkpoint.sources import INDEX
 from trainkit.weights.checkpoint.tensor_files import Stored, parse_untrusted_table, safetensors_file
 from trainkit.weights.convert.foreign import describe_safetensors_folder
-from trainkit.weights.hub.configs import get_family, read_decoder_config
+from trainkit.weights.hub.configs import get_family, get_text_values, read_decoder_config
 from trainkit.weights.hub.families import FAMILIES, Family
 from trainkit.weights.hub.links import (
     HFTensor,
@@ -42,6 +42,7 @@ from trainkit.weights.hub.links import (
 )
 from trainkit.weights.hub.quantized import QuantizedTensor, dequantize_weights, find_quantized
 from trainkit.weights.hub.resize import resize_weights
+from trainkit.weights.hub.towers import rename_tower
 
 CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 4 * 1024 * 1024  # some files list thousands of labels
@@ -163,13 +164,17 @@ def open_folder(
         )
     values = parse_untrusted_table(read_bounded(file, _MAX_CONFIG_BYTES, shared=True), file)
     config = read_decoder_config(values, where=str(file), families=families, context=context)
-    # Without the key: the default of `transformers` for Llama.
-    full_context = values.get("max_position_embeddings", config.max_length or 2048)
+    family = get_family(values["model_type"], where=str(file), families=families)
+    # Without the key: the default of `transformers` for the family, or for Llama.
+    full_context = get_text_values(values, family, []).get(
+        "max_position_embeddings",
+        family.defaults.get("max_position_embeddings", config.max_length or 2048),
+    )
     if type(full_context) is not int:
         raise ConfigError(f"{file}: max_position_embeddings is no number", where=str(file))
     return HFFolder(
         path=Path(path),
-        family=get_family(values["model_type"], where=str(file), families=families),
+        family=family,
         config=config,
         values=values,
         # The short factors of LongRoPE hold for texts up to their length, `reach`.
@@ -268,7 +273,7 @@ def _check_shapes(folder: HFFolder) -> None:
 
 
 def get_decoder_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors of a decoder in a folder: parameters and routers' biases.
+    """Return the shapes of the tensors of a decoder in a folder: parameters and buffers.
 
     Examples:
         >>> config = DecoderConfig(
@@ -282,6 +287,8 @@ def get_decoder_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     # A buffer and no parameter: it is adjusted by the load of the experts, not by a gradient.
     if experts is not None and experts.biased:
         shapes |= {f"layers.{i}.mlp.router.bias": (experts.count,) for i in config.expert_layers}
+    if config.layer_scales:
+        shapes |= {f"layers.{i}.layer_scale": (1,) for i in range(config.layers)}
     return shapes
 
 
@@ -650,6 +657,8 @@ def add_model_prefix(
         >>> add_model_prefix({"norm.weight": 1}, get_family("llama"), make_decoder_config("tiny"))
         {'model.norm.weight': 1}
     """
+    if family.tower is not None:
+        return rename_tower(tensors, family.tower)
     # A class without a head (`LlamaModel`) has "layers.0..." where the one with a head has
     # "model.layers.0...".
     embedding, head = _get_end_names(family, config)
@@ -657,6 +666,48 @@ def add_model_prefix(
     if any(name.startswith(prefix) for name in tensors):
         return dict(tensors)
     return {name if name == head else prefix + name: x for name, x in tensors.items()}
+
+
+def list_names(folder: HFFolder) -> Collection[str]:
+    """Return the names of a folder's tensors, by those of a model with a head.
+
+    Effects:
+        Reads the headers of the files.
+    """
+    return add_model_prefix(_describe_files(folder.path), folder.family, folder.config)
+
+
+def find_outside_tensors(
+    folder: HFFolder, shapes: Mapping[str, Sequence[int]]
+) -> tuple[dict[str, str], dict[str, Stored]]:
+    """Return what a multimodal folder has besides its text tower, and how it names the tower.
+
+    Args:
+        folder: The folder, of a family with a `tower`.
+        shapes: The shapes of the tower's tensors, by the names of the family.
+
+    Returns:
+        The name in the folder of each of these tensors; and all other tensors, by their names.
+
+    Raises:
+        CheckpointError: A file is invalid, or the folder lacks a tensor of the tower.
+
+    Effects:
+        Reads the headers of the files.
+    """
+    stored = _describe_files(folder.path)
+    names = add_model_prefix({name: name for name in stored}, folder.family, folder.config)
+    if missing := [name for name in shapes if name not in names]:
+        raise CheckpointError(
+            f"find_outside_tensors: {folder.path} lacks {shorten(missing)} of its text tower",
+            where=folder.path,
+            got=missing,
+        )
+    used = {*shapes}
+    if folder.config.tied:  # a copy of the embedding, which would not be the trained one
+        used.add(_get_end_names(folder.family, folder.config)[1])
+    outside = {name: stored[name] for new, name in names.items() if new not in used}
+    return {name: names[name] for name in shapes}, outside
 
 
 def _describe_files(path: Path) -> dict[str, Stored]:

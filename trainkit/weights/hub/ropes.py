@@ -16,6 +16,7 @@ from trainkit.models.config import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ProportionalScaling,
     RopeScaling,
     YarnScaling,
 )
@@ -139,11 +140,26 @@ def read_rope(values: Mapping[str, Any], family: Family, problems: list[str]) ->
         problems.append(f"rope_theta is {short_repr(theta)}")
         theta = 10_000.0
     factor = rope.pop("partial_rotary_factor", values.get("partial_rotary_factor"))
+    if rope_type == "proportional" and rope_type in family.ropes:
+        scaling = _read_proportional(1.0 if factor is None else factor, rope, problems)
+        return {"rope_theta": float(theta), "rope_scaling": scaling, "rotary_dim": None}
     rotary_dim = None if factor in (None, 1) else _read_rotary_dim(factor, values, family, problems)
     if "mrope" in family.ropes:  # positions of images, which text has the same in all dimensions
         rope = {key: x for key, x in rope.items() if not key.startswith("mrope_")}
     scaling = _read_scaling(str(rope_type), rope, values, family, problems)
     return {"rope_theta": float(theta), "rope_scaling": scaling, "rotary_dim": rotary_dim}
+
+
+def _read_proportional(
+    part: Any, rope: Mapping[str, Any], problems: list[str]
+) -> ProportionalScaling | None:
+    if not is_number(part) or not 0 < part <= 1:
+        problems.append(f"partial_rotary_factor is {short_repr(part)}, not above 0 and at most 1")
+        return None
+    problems += [
+        f"rope: {key} is {short_repr(x)}" for key, x in rope.items() if (key, x) != ("factor", 1)
+    ]
+    return ProportionalScaling(float(part))
 
 
 def _read_rotary_dim(
@@ -173,12 +189,17 @@ def _read_scaling(
     problems: list[str],
 ) -> RopeScaling | None:
     if rope_type == "default":
-        problems += [f"rope: {key} without a rope_type" for key in rope]
+        problems += [
+            f"rope: {key[:100]} is {short_repr(x)}, without a rope_type" for key, x in rope.items()
+        ]
         return None
-    if rope_type not in family.ropes:
+    # Among what a family supports these two are no types.
+    known_types = [each for each in family.ropes if each not in ("partial", "mrope")]
+    if rope_type not in known_types:
+        is_type = rope_type not in ("partial", "mrope")
         problems.append(
-            f"rope_type is {short_repr(rope_type)}, not {' or '.join(family.ropes)} of "
-            f"{family.model_type}{list_who(lambda other: rope_type in other.ropes)}"
+            f"rope_type is {short_repr(rope_type)}, not {' or '.join(known_types)} of "
+            f"{family.model_type}{list_who(lambda other: is_type and rope_type in other.ropes)}"
         )
         return None
     full_length = values.get("max_position_embeddings")
@@ -284,7 +305,7 @@ def _make_yarn(options: Mapping[str, Any], *, has_latents: bool) -> YarnScaling:
         beta_fast=float(options.get("beta_fast") or 32),  # the defaults of the paper
         beta_slow=float(options.get("beta_slow") or 1),
         mscale=mscale,
-        truncate=options.get("truncate", True),
+        fractional=not options.get("truncate", True),
     )
 
 
@@ -302,6 +323,8 @@ def _write_scaling(config: DecoderConfig) -> dict[str, Any]:
             }
         case LinearScaling() as scaling:
             return {"rope_type": "linear", "factor": scaling.factor}
+        case ProportionalScaling() as scaling:
+            return {"rope_type": "proportional", "partial_rotary_factor": scaling.part}
         case Llama3Scaling() as scaling:
             return {
                 "rope_type": "llama3",
@@ -317,12 +340,13 @@ def _write_scaling(config: DecoderConfig) -> dict[str, Any]:
                 "original_max_position_embeddings": scaling.original_length,
                 "beta_fast": scaling.beta_fast,
                 "beta_slow": scaling.beta_slow,
-                "truncate": scaling.truncate,
+                "truncate": not scaling.fractional,
             }
+            # Without latents, cosines and sines have the root of what scores are multiplied by.
+            factors = {"attention_factor": scaling.sharpening**0.5}
             if config.latents is not None:
-                return {**values, "mscale": scaling.mscale, "mscale_all_dim": scaling.mscale}
-            # Cosines and sines have the root of what scores are multiplied by.
-            return {**values, "attention_factor": scaling.sharpening**0.5}
+                factors = {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale}
+            return {**values, **factors}
 
 
 def write_rope(config: DecoderConfig, family: Family) -> dict[str, Any]:

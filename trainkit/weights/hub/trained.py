@@ -23,6 +23,7 @@ from trainkit.text.tokenizers.special import BOS
 from trainkit.types import CheckpointError, ConfigError, DataError, Log, log_warning
 from trainkit.weights.checkpoint import load as checkpoints
 from trainkit.weights.checkpoint.bucket_runs import fetch_model
+from trainkit.weights.checkpoint.initial_weights import TOWER, read_resume_facts
 from trainkit.weights.checkpoint.manifest import find_checkpoint, list_checkpoints
 from trainkit.weights.hub.folder import check_model_path, is_hf_folder, open_folder
 
@@ -154,6 +155,32 @@ def read_model_info(path: Path | str, *, context: int | None = None) -> DecoderC
         return open_folder(path, context=context).config
     facts = checkpoints.read_facts(find_checkpoint(path), needs=("model",))
     return config_from_facts(facts["model"])
+
+
+def make_tower_facts(source: Path | str) -> dict[str, Any]:
+    """Return the fact by which `export_folder` finds the rest of a multimodal model.
+
+    Args:
+        source: What the run starts from: a Hugging Face folder, or a run or checkpoint, whose own
+            fact is returned.
+
+    Returns:
+        {"tower": the path of the multimodal folder}, or {} if the decoder came from none.
+
+    Examples:
+        >>> make_tower_facts("/does/not/exist")
+        {}
+    """
+    source = Path(source)
+    if is_hf_folder(source):
+        try:
+            has_tower = open_folder(source).family.tower is not None
+        except ConfigError:  # of a model that is no decoder, which the caller has read
+            has_tower = False
+        return {TOWER: str(source.resolve())} if has_tower else {}
+    is_checkpoint = (source / "state.json").is_file()
+    facts = checkpoints.read_facts(source) if is_checkpoint else read_resume_facts(source)
+    return {name: facts[name] for name in (TOWER,) if name in facts}
 
 
 def _read_folder(path: Path, name: str | None, context: int | None) -> ModelInfo:
