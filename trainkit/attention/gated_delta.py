@@ -352,40 +352,8 @@ def make_chunks(
         >>> [tuple(x.shape) for x in chunks]
         [(2, 2, 8, 8), (2, 2, 8, 8), (2, 2, 2, 8), (2, 2, 2, 8)]
     """
-    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    groups = v.shape[2] // k.shape[2]
-    q_, k_, v_ = (_split(x, layout).to(dtype) for x in (q, k, v))  # [N, heads, C, size]
-    beta_ = _split(beta, layout).to(dtype).unsqueeze(3)
-    # In fp64: what a strong decay leaves of later differences would be rounding in fp32.
-    total = _split(log_decay, layout).double().cumsum(2)
-    pairs = (total.unsqueeze(3) - total.unsqueeze(2)).to(dtype)
-    hidden = torch.ones_like(pairs[0, 0], dtype=torch.bool).triu(1)
-    decays = pairs.masked_fill(hidden, -torch.inf).exp()
-    since_start = total.exp().to(dtype).unsqueeze(3)
-    to_end = decays[:, :, -1].unsqueeze(3)
-
-    # Scores of key heads, then for each value head.
-    keys = (k_ @ k_.mT).repeat_interleave(groups, dim=1)
-    queries = ((q_ * scale) @ k_.mT).repeat_interleave(groups, dim=1)
-    q_, k_ = (x.repeat_interleave(groups, dim=1) for x in (q_ * scale, k_))
-
-    # The update of a token is what it writes without a state before the chunk, less what the
-    # state has under its key, both after the updates of the tokens before it in the chunk.
-    wanted = torch.cat([beta_ * v_, beta_ * since_start * k_], dim=3)
-    solve = torch.linalg.solve_triangular
-    solved = solve(beta_ * keys * decays, wanted, upper=False, unitriangular=True)
-    written, erased = solved.split([v.shape[3], k.shape[3]], dim=3)
-
-    weights = queries * decays
-    to_state = (to_end * k_).mT
-    eye = torch.eye(k.shape[3], dtype=dtype, device=k.device)
-    return Chunks(
-        factor=since_start[:, :, -1:] * eye - to_state @ erased,
-        offset=to_state @ written,
-        reads=since_start * q_ - weights @ erased,
-        local=weights @ written,
-    )
+    return Chunks(*_Inside.apply(scale, layout, q, k, v, log_decay, beta))
 
 
 def scan_chunks(chunks: Chunks, initial: Tensor, layout: ChunkLayout) -> tuple[Tensor, Tensor]:
@@ -434,6 +402,70 @@ def _split(x: Tensor, layout: ChunkLayout) -> Tensor:
         padded = flat.new_zeros(sum(layout.counts) * layout.size, *flat.shape[1:])
         flat = padded.index_copy(0, layout.slots, flat)
     return flat.unflatten(0, (-1, layout.size)).transpose(1, 2)
+
+
+class _Inside(torch.autograd.Function):
+    """The insides of chunks; backward computes them again, as they take many times the inputs."""
+
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any, scale: float, layout: ChunkLayout, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*tensors)
+        ctx.options = scale, layout
+        return _compute_chunks(scale, layout, *tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: Any, *d_chunks: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[2:]
+        inputs = [
+            x.detach().requires_grad_(is_needed)
+            for x, is_needed in zip(ctx.saved_tensors, needed, strict=True)
+        ]
+        with torch.enable_grad(), torch.autocast(inputs[0].device.type, enabled=False):
+            chunks = _compute_chunks(*ctx.options, *inputs)
+        grads = iter(torch.autograd.grad(chunks, [x for x in inputs if x.requires_grad], d_chunks))
+        return None, None, *(next(grads) if is_needed else None for is_needed in needed)
+
+
+def _compute_chunks(scale: float, layout: ChunkLayout, *tensors: Tensor) -> tuple[Tensor, ...]:
+    q, k, v, log_decay, beta = tensors
+    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+    groups = v.shape[2] // k.shape[2]
+    q_, k_, v_ = (_split(x, layout).to(dtype) for x in (q, k, v))  # [N, heads, C, size]
+    beta_ = _split(beta, layout).to(dtype).unsqueeze(3)
+    # In fp64: what a strong decay leaves of later differences would be rounding in fp32.
+    total = _split(log_decay, layout).double().cumsum(2)
+    pairs = (total.unsqueeze(3) - total.unsqueeze(2)).to(dtype)
+    hidden = torch.ones_like(pairs[0, 0], dtype=torch.bool).triu(1)
+    decays = pairs.masked_fill(hidden, -torch.inf).exp()
+    since_start = total.exp().to(dtype).unsqueeze(3)
+    to_end = decays[:, :, -1].unsqueeze(3)
+
+    # Scores of key heads, then for each value head.
+    keys = (k_ @ k_.mT).repeat_interleave(groups, dim=1)
+    queries = ((q_ * scale) @ k_.mT).repeat_interleave(groups, dim=1)
+    q_, k_ = (x.repeat_interleave(groups, dim=1) for x in (q_ * scale, k_))
+
+    # The update of a token is what it writes without a state before the chunk, less what the
+    # state has under its key, both after the updates of the tokens before it in the chunk.
+    wanted = torch.cat([beta_ * v_, beta_ * since_start * k_], dim=3)
+    solve = torch.linalg.solve_triangular
+    solved = solve(beta_ * keys * decays, wanted, upper=False, unitriangular=True)
+    written, erased = solved.split([v.shape[3], k.shape[3]], dim=3)
+
+    weights = queries * decays
+    to_state = (to_end * k_).mT
+    eye = torch.eye(k.shape[3], dtype=dtype, device=k.device)
+    return (
+        since_start[:, :, -1:] * eye - to_state @ erased,
+        to_state @ written,
+        since_start * q_ - weights @ erased,
+        weights @ written,
+    )
 
 
 class _Scan(torch.autograd.Function):
