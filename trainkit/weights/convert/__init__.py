@@ -4,24 +4,6 @@
 are read in a separate process, by torch's loader with `weights_only=True`.
 """
 
-from trainkit.weights.convert.maps import (
-    TensorMap,
-    chain,
-    join,
-    rename,
-    split,
-    stack,
-    transpose,
-)
-from trainkit.weights.convert.weights import convert_weights
+import lazy_loader
 
-__all__ = [
-    "TensorMap",
-    "chain",
-    "convert_weights",
-    "join",
-    "rename",
-    "split",
-    "stack",
-    "transpose",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
