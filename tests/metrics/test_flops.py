@@ -9,7 +9,7 @@ import trainkit as tk
 from trainkit.batch import make_padding_batch
 from trainkit.metrics import decoder_flops, recomputed_flops
 from trainkit.models import build_decoder, call_model
-from trainkit.models.config import DecoderConfig, Latents, Sliding
+from trainkit.models.config import DecoderConfig, Delta, Latents, Sliding
 from trainkit.parallel.parameters import get_named_parameters
 from trainkit.post.adapters import Lora, lora, quantized
 
@@ -138,3 +138,40 @@ def test_sliding_layers_are_counted_by_their_place():
     backward = 2 * 2 * 2 * 32 * pairs + 2 * TOKENS * (2 * matrices)
     found = [decoder_flops(config, [TOKENS], trained=trained) for trained in (head, last)]
     assert found[1] - found[0] == backward
+
+
+HYBRID = attrs.evolve(
+    CONFIG, delta=Delta(key_heads=2, value_heads=4, key_size=8, value_size=6, full_every=3)
+)
+CHANNELS = 2 * 2 * 8 + 4 * 6
+
+
+def attend_delta(q, k, v, *, log_decay, beta, **_):
+    """The three products of the recurrence, which torch counts; there is no convolution."""
+    q, k = (x.repeat_interleave(2, dim=2) for x in (q, k))
+    state = (log_decay + beta)[..., None, None].expand(*k.shape, v.shape[3])
+    error = v - torch.einsum("bshde,bshd->bshe", state, k)
+    state = k.unsqueeze(4) @ error.unsqueeze(3)
+    return torch.einsum("bshde,bshd->bshe", state, q)
+
+
+@pytest.mark.parametrize(
+    ("names", "convolved"),  # passes of all convolutions: 1 for forward, and 2 for backward
+    [
+        (None, 6),
+        (["layers.1.attention.gated_norm"], 2),
+        (["layers.1.attention_norm"], 3),
+    ],
+)
+def test_operations_of_delta_layers_are_those_of_the_recurrence(names, convolved):
+    model = make_model(HYBRID, (), names)
+    for layer in HYBRID.delta_layers:
+        model.layers[str(layer)].attention.attend_delta = attend_delta
+    wanted = count_as_torch(model) - count_unseen(HYBRID, 3)
+    wanted += 2 * TOKENS * 4 * CHANNELS * convolved
+    assert decoder_flops(HYBRID, [TOKENS], trained=list_trained(model)) == wanted
+
+
+def test_the_rule_is_always_recomputed():
+    rule = 2 * 3 * (2 * TOKENS * 4 * 8 * 6)
+    assert recomputed_flops(HYBRID, [TOKENS], "selective") == rule
