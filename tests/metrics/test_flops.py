@@ -140,41 +140,38 @@ def test_sliding_layers_are_counted_by_their_place():
     assert found[1] - found[0] == backward
 
 
-# ------------------------------------------------------------------------------------ delta layers
-
 HYBRID = attrs.evolve(
     CONFIG, delta=Delta(key_heads=2, value_heads=4, key_size=8, value_size=6, full_every=3)
 )
+CHANNELS = 2 * 2 * 8 + 4 * 6
 
 
-def attend_delta(q, k, v, *, convolutions, log_decay, beta, **_):
-    """The products of a recurrence as torch counts them; one state for all tokens is as many."""
-    width = convolutions[0].shape[-1]
-    q, k, v = (
-        torch.einsum(
-            "bshdw,hdw->bshd",
-            torch.nn.functional.pad(x, (0, 0, 0, 0, width - 1, 0)).unfold(1, width, 1),
-            kernels,
-        )
-        for x, kernels in zip((q, k, v), convolutions, strict=True)
-    )
+def attend_delta(q, k, v, *, log_decay, beta, **_):
+    """The three products of the recurrence, which torch counts; there is no convolution."""
     q, k = (x.repeat_interleave(2, dim=2) for x in (q, k))
-    state = torch.einsum("bshd,bshe->bhde", k, v * (log_decay + beta).unsqueeze(3))
-    return sum(torch.einsum("bshd,bhde->bshe", x, state) for x in (q, k))
+    state = (log_decay + beta)[..., None, None].expand(*k.shape, v.shape[3])
+    error = v - torch.einsum("bshde,bshd->bshe", state, k)
+    state = k.unsqueeze(4) @ error.unsqueeze(3)
+    return torch.einsum("bshde,bshd->bshe", state, q)
 
 
 @pytest.mark.parametrize(
-    ("names", "passes"),
+    ("names", "convolved"),  # passes of all convolutions: 1 for forward, and 2 for backward
     [
-        (None, 3),
-        (["layers.0.attention.gated_norm"], 3),
-        (["layers.1.attention.wq", "layers.1.attention.wk", "layers.1.attention.wv"], 3),
-        (["layers.2.mlp"], 1),
+        (None, 6),
+        (["layers.1.attention.gated_norm"], 2),
+        (["layers.1.attention_norm"], 3),
     ],
 )
-def test_a_delta_layer_counts_as_three_products_of_its_state(names, passes):
+def test_operations_of_delta_layers_are_those_of_the_recurrence(names, convolved):
     model = make_model(HYBRID, (), names)
-    for i in HYBRID.delta_layers:
-        model.layers[str(i)].attention.attend_delta = attend_delta
-    wanted = count_as_torch(model) - count_unseen(HYBRID, passes)
+    for layer in HYBRID.delta_layers:
+        model.layers[str(layer)].attention.attend_delta = attend_delta
+    wanted = count_as_torch(model) - count_unseen(HYBRID, 3)
+    wanted += 2 * TOKENS * 4 * CHANNELS * convolved
     assert decoder_flops(HYBRID, [TOKENS], trained=list_trained(model)) == wanted
+
+
+def test_the_rule_is_always_recomputed():
+    rule = 2 * 3 * (2 * TOKENS * 4 * 8 * 6)
+    assert recomputed_flops(HYBRID, [TOKENS], "selective") == rule

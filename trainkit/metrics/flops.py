@@ -85,10 +85,9 @@ def decoder_flops(
     """Return the floating-point operations of forward and backward of a decoder over documents.
 
     As `model_flops` with the "causal" convention: of experts only those of a token count, and
-    layers with a sliding window have fewer pairs. A delta layer counts as its recurrence, however
-    it is computed: for each token and head three products of the size of the state, [D, E] (with
-    the key, of the key and the update, with the query). Shapes are those of the architecture, so a
-    matrix that is stored quantized counts as a whole one.
+    layers with a sliding window have fewer pairs. Delta layers count as in `delta_flops`, and their
+    convolutions as matrices. Shapes are those of the architecture, so a matrix
+    that is stored quantized counts as a whole one.
 
     A frozen matrix has no gradient of its own: 4 operations for each token and parameter. Before
     the first parameter that is trained there is no backward pass: 2.
@@ -118,7 +117,34 @@ def decoder_flops(
         products = 1 + (matrix.takes_gradient or first < matrix.place) + matrix.is_trained
         total += 2.0 * matrix.parameters * products * float(np.sum(lengths))
     layers = [1 + 2 * (first < (layer, _ATTENTION)) for layer in range(config.layers)]
+    total += _recurrent_flops(config, lengths, passes=layers)
     return total + _attention_flops(config, lengths, passes=layers)
+
+
+def delta_flops(config: DecoderConfig, tokens: int, *, layers: float) -> float:
+    """Return the floating-point operations of forward and backward of the gated delta rule.
+
+    They are those of the recurrence (Yang et al., "Gated Delta Networks", 2024, equation 10), as
+    for attention those of the model and not of its kernels: a token reads the state twice, under
+    its key and its query, and writes it once, each with D E multiplications and as many additions
+    in every value head. Backward takes twice that. The decay and the chunked form, which does more
+    in larger products, do not count.
+
+    Args:
+        config: The architecture.
+        tokens: The number of tokens; documents do not matter.
+        layers: The number of delta layers.
+
+    Examples:
+        >>> from trainkit.models import Delta, make_decoder_config
+        >>> delta = Delta(key_heads=2, value_heads=4, key_size=16, value_size=8)
+        >>> delta_flops(make_decoder_config("tiny", delta=delta), 10, layers=3)
+        276480.0
+    """
+    delta = config.delta
+    if delta is None:
+        return 0.0
+    return 18.0 * layers * delta.value_heads * delta.key_size * delta.value_size * tokens
 
 
 def recomputed_flops(
@@ -168,7 +194,15 @@ def recomputed_flops(
     # "products/2" saves every second product of a block: about half of the operations.
     every = saved.every.get("products")
     repeated = products * (1.0 if every is None else 1 - 1 / every)
+    repeated += _recurrent_flops(config, lengths, passes=passes)
     return repeated + attention * ("attention" not in saved.every)
+
+
+def _recurrent_flops(
+    config: DecoderConfig, lengths: Sequence[int] | IntArray, *, passes: Sequence[int]
+) -> float:
+    layers = sum(passes[i] for i in config.delta_layers)
+    return delta_flops(config, int(np.sum(lengths)), layers=layers) / 3  # it has three passes
 
 
 def _attention_flops(
@@ -176,13 +210,14 @@ def _attention_flops(
 ) -> float:
     """Return the operations of attention, where backward counts as two passes of a layer."""
     flops = 0.0
+    delta_layers = {*config.delta_layers}
     for is_sliding in (False, True):
         if is_sliding and config.sliding is None:
             continue
         kind = [
             n
             for i, n in enumerate(passes)
-            if (i in config.sliding_layers) == is_sliding and i not in config.delta_layers
+            if (i in config.sliding_layers) == is_sliding and i not in delta_layers
         ]
         full_heads = None if is_sliding else config.full_heads
         flops += model_flops(
@@ -193,12 +228,7 @@ def _attention_flops(
             lengths=lengths,
             window=config.sliding.window if is_sliding and config.sliding else None,
         )
-    delta = 0.0
-    if config.delta is not None:
-        state = config.delta.value_heads * config.delta.key_size * config.delta.value_size
-        layers = sum(passes[i] for i in config.delta_layers)
-        delta = 3 * 2.0 * state * layers * float(np.sum(lengths))
-    return flops / 3 + delta  # `model_flops` has three passes
+    return flops / 3  # `model_flops` has three passes
 
 
 # The order in which a block uses its parameters, by the beginnings of their names; parameters with
@@ -214,9 +244,9 @@ _ORDER = {
     "attention.q_conv": 4,
     "attention.k_conv": 4,
     "attention.v_conv": 4,
-    "attention.gated_norm": 5,
     "attention.q_norm": 4,
     "attention.k_norm": 4,
+    "attention.gated_norm": 5,
     "attention.wo": 6,
     "attention_out_norm": 7,
     "mlp_norm": 8,

@@ -13,7 +13,7 @@ from measured_step import measure, measure_all, measure_all_choices, measure_cho
 
 import trainkit as tk
 from trainkit.mesh import solo_parallel
-from trainkit.models import DecoderConfig, Experts, Latents, Sliding, build_decoder
+from trainkit.models import DecoderConfig, Delta, Experts, Latents, Sliding, build_decoder
 from trainkit.models.config import parameter_shapes
 from trainkit.optim import make_optimizer
 from trainkit.post.adapters import Freeze, Lora, lora, quantized, select_frozen
@@ -51,6 +51,15 @@ WIDE_HEADS = attrs.evolve(LATENTS, plain=56, values=48)
 
 def latent(latents=LATENTS, **changes):
     return attrs.evolve(config(latents=latents, vocab_size=64, layers=2), **changes)
+
+
+# Grouped value heads, and three sizes that differ.
+DELTA = Delta(key_heads=2, value_heads=4, key_size=16, value_size=24, full_every=4)
+WIDE_DELTA = Delta(key_heads=4, value_heads=8, key_size=32, value_size=32, full_every=4)
+
+
+def hybrid(delta=DELTA, **changes):
+    return attrs.evolve(config(delta=delta, vocab_size=64, layers=8), **changes)
 
 
 def long(config, **changes):
@@ -159,6 +168,14 @@ SOLO = {
     "latents and experts": long(
         latent(experts=Experts(count=16, top_k=4, width=16, shared=16, first=1))
     ),
+    "delta layers": long(hybrid(layers=4)),
+    "delta layers, four documents in a row": long(hybrid(), documents=4),
+    "wide delta layers, bf16": long(hybrid(WIDE_DELTA, layers=4, mlp_width=64), precision=BF16),
+    "wide delta layers, full": long(hybrid(WIDE_DELTA, layers=4, mlp_width=64), recompute="full"),
+    "delta layers, three tenths": long(hybrid(), recompute="0.3"),
+    "delta layers and experts, selective": long(
+        hybrid(experts=Experts(count=8, top_k=2, width=96)), recompute="selective"
+    ),
     "many scores": job(routed(256, 8, 16, layers=1, words=64), row_length=1_024, rows=1),
 }
 
@@ -180,6 +197,8 @@ ONLY_WITH_ALL = {  # each is covered by two others
     "wide experts",
     "wide experts, selective",
     "wide experts, bf16",
+    "delta layers, four documents in a row",
+    "wide delta layers, full",
     "a shared expert in every second layer, selective",
     "latents, full",
     "latents, wide values",
@@ -254,6 +273,8 @@ MADE = {
     "no gate": (attrs.evolve(GPT_LIKE, dropout=0.0), Layout()),
     "over tp": (routed(shared=64, first=1), Layout(tp=2)),
     "latents over tp": (latent(), Layout(tp=2)),
+    "delta layers": (hybrid(layers=4), Layout()),
+    "delta layers over tp": (hybrid(layers=4), Layout(tp=2)),
     "over ulysses and ep": (routed(), Layout(ulysses=2, ep=2)),
 }
 
@@ -264,7 +285,12 @@ def assert_results(found, config, layout):
     tokens = model.row_length // layout.count("sp")
     for index, results in enumerate(found):
         made = [x for x in results if x[3] >= 256]  # the others are exchanged numbers of rows
-        planned = list_results(model, layout, experts=index in config.expert_layers)
+        planned = list_results(
+            model,
+            layout,
+            experts=index in config.expert_layers,
+            delta=index in config.delta_layers,
+        )
         assert [x[:3] for x in made] == [(x.group, x.number, x.inner) for x in planned]
         slack = 0.3 if layout.ep > 1 else 0
         sizes = [x.size * tokens for x in planned]
@@ -354,6 +380,9 @@ RANKS = [
     (Layout(ring=2, ep=2), job(SHARED, row_length=128, precision=BF16, recompute="full")),
     (Layout(tp=2), long(latent(experts=SHARED.experts), row_length=128, recompute="selective")),
     (Layout(ulysses=2), long(latent(), row_length=256, recompute="attention+products/2")),
+    (Layout(ring=2), long(hybrid(layers=4), documents=4)),
+    (Layout(ulysses=2), long(hybrid(layers=4), precision=BF16)),
+    (Layout(tp=2), long(hybrid(WIDE_DELTA, layers=4, mlp_width=64), recompute="full")),
 ]
 if can_shard_bytes():
     RANKS.append((Layout(dp_shard=2), adapted(rows=4, recompute="full")))
@@ -376,6 +405,9 @@ MORE_RANKS = [
     (Layout(tp=2), long(DEEP, recompute="products/2")),
     (Layout(dp_shard=2, ep=2), job(routed(), row_length=128, rows=4, recompute="selective")),
     (Layout(dp_shard=2), job(rows=4, mean=True)),
+    (Layout(ring=2), long(hybrid(WIDE_DELTA, layers=4, mlp_width=64), recompute="full")),
+    (Layout(ulysses=2), long(hybrid(WIDE_DELTA, layers=4), recompute="selective")),
+    (Layout(dp_shard=2), long(hybrid(), rows=2, recompute="selective")),
 ]
 if can_shard_bytes():
     MORE_RANKS.append((Layout(dp_shard=2, ep=2), adapted(model=routed(), rows=4, precision=BF16)))

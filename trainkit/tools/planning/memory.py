@@ -31,6 +31,7 @@ from trainkit.tools.planning.stages import (
     find_part,
     get_blocks,
     get_ends,
+    list_kinds,
     separate_units,
 )
 from trainkit.tools.planning.weights import Params, Sizes, Units, compute_units
@@ -208,11 +209,11 @@ def _estimate_rank(job: Job, layout: Layout, pp_rank: int, fused_norms: bool) ->
     units = compute_units(job, layout)
     ends = get_ends(part, units, tied=job.config.tied)
     blocks = get_blocks(part, units)
-    counts = {True: part.experts, False: part.layers - part.experts}
     kinds = {
-        experts: estimate_block(job, layout, fused_norms=fused_norms, experts=experts)
-        for experts, count in counts.items()
-        if count
+        (experts, delta): estimate_block(
+            job, layout, fused_norms=fused_norms, experts=experts, delta=delta
+        )
+        for experts, delta in dict.fromkeys(list_kinds(job.config, part.numbers))
     }
     saved, movable = _estimate_saved(job, part, units, kinds)
     largest = max(kinds.values(), key=lambda block: block.backward)
@@ -260,12 +261,12 @@ def _estimate_casts(job: Job, layout: Layout, part: Part, units: Units) -> tuple
 
 
 def _estimate_saved(
-    job: Job, part: Part, units: Units, kinds: Mapping[bool, Block]
+    job: Job, part: Part, units: Units, kinds: Mapping[tuple[bool, bool], Block]
 ) -> tuple[int, int]:
     """Return the bytes that a rank's blocks save for backward, and those that may be offloaded."""
-    expert_layers = {*job.config.expert_layers}
     # No gradient reaches the blocks before the first trainable one, so they save nothing.
-    blocks = [kinds[i in expert_layers] for i in part.numbers if i >= units.first_trained]
+    reached = [i for i in part.numbers if i >= units.first_trained]
+    blocks = [kinds[kind] for kind in list_kinds(job.config, reached)]
     return sum(x.saved for x in blocks), sum(x.movable for x in blocks)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -10,6 +11,7 @@ import attrs
 import numpy as np
 
 from trainkit.metrics import model_flops
+from trainkit.metrics.flops import delta_flops
 from trainkit.models.config import idle_parameters
 from trainkit.parallel.split import SCHEDULES
 from trainkit.tools.planning.activations import estimate_block
@@ -22,7 +24,7 @@ from trainkit.tools.planning.jobs import (
 )
 from trainkit.tools.planning.machines import Hardware
 from trainkit.tools.planning.memory import MemoryEstimate, estimate_memory
-from trainkit.tools.planning.stages import Part, find_part
+from trainkit.tools.planning.stages import Part, find_part, list_kinds
 from trainkit.tools.planning.traffic import Transfer, estimate_traffic
 from trainkit.tools.planning.weights import compute_units
 from trainkit.types import ConfigError, Layout
@@ -226,13 +228,12 @@ def estimate_seconds(
     part = find_part(job, layout, busiest)
     # The fractions of the rank's matmuls, and of its attention, that are recomputed.
     repeated_matmuls, repeated_attention = 0.0, 0.0
-    for count, experts in (part.experts, True), (part.layers - part.experts, False):
-        if count:
-            matmuls, attention = estimate_block(
-                job, layout, fused_norms=True, experts=experts
-            ).again
-            repeated_matmuls += count / part.layers * matmuls
-            repeated_attention += count / part.layers * attention
+    for (experts, delta), count in Counter(list_kinds(job.config, part.numbers)).items():
+        matmuls, attention = estimate_block(
+            job, layout, fused_norms=True, experts=experts, delta=delta
+        ).again
+        repeated_matmuls += count / part.layers * matmuls
+        repeated_attention += count / part.layers * attention
     once = _count_rank_flops(job, layout, busiest) / rate
     attention_once = _count_rank_flops(job, layout, busiest, products=False) / rate
     # Recomputation repeats the forward pass, a third of forward and backward.
@@ -290,12 +291,17 @@ def _count_row_flops(job: Job, part: Part, *, products: bool = True) -> float:
         lengths=lengths,
         window=config.sliding.window if config.sliding is not None else None,
     )
-    return sliding_flops + model_flops(
-        linear_parameters=active if products else 0,
-        layers=part.layers - sliding,
-        heads=config.heads,
-        head_dim=config.full_heads.size if config.full_heads else head_dim,
-        lengths=lengths,
+    recurrent_flops = delta_flops(config, int(lengths.sum()), layers=part.deltas)
+    return (
+        sliding_flops
+        + recurrent_flops
+        + model_flops(
+            linear_parameters=active if products else 0,
+            layers=part.layers - part.deltas - sliding,
+            heads=config.heads,
+            head_dim=config.full_heads.size if config.full_heads else head_dim,
+            lengths=lengths,
+        )
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import pairwise
 
@@ -28,6 +29,8 @@ class Part:
     head: bool
     experts: int = 0
     """The number of layers with experts."""
+    deltas: int = 0
+    """The number of delta layers."""
 
     @property
     def layers(self) -> int:
@@ -46,19 +49,39 @@ def find_part(job: Job, layout: Layout, pp_rank: int) -> Part:
     """
     if layout.pp == 1:
         layers = tuple(range(job.config.layers))
-        experts = len(job.config.expert_layers)
-        return Part(layers, embedding=True, head=True, experts=experts)
+        return _make_part(job.config, layers, embedding=True, head=True)
     # Some schedules give a rank several stages, which need not be neighbors.
     rank_of_stage = assign_stages(layout.schedule, layout.pp)
     stages = [stage for stage, rank in enumerate(rank_of_stage) if rank == pp_rank]
     ranges = _split_layers(job.config, len(rank_of_stage))
     layers = tuple(layer for stage in stages for layer in ranges[stage])
+    return _make_part(
+        job.config, layers, embedding=0 in stages, head=len(rank_of_stage) - 1 in stages
+    )
+
+
+def _make_part(
+    config: DecoderConfig, layers: tuple[int, ...], *, embedding: bool, head: bool
+) -> Part:
     return Part(
         layers,
-        embedding=0 in stages,
-        head=len(rank_of_stage) - 1 in stages,
-        experts=len({*layers} & {*job.config.expert_layers}),
+        embedding=embedding,
+        head=head,
+        experts=len({*layers} & {*config.expert_layers}),
+        deltas=len({*layers} & {*config.delta_layers}),
     )
+
+
+def list_kinds(config: DecoderConfig, layers: Iterable[int]) -> list[tuple[bool, bool]]:
+    """Return for each of some layers whether it has experts, and whether it is a delta layer.
+
+    Examples:
+        >>> from trainkit.models.decoder_sizes import make_decoder_config
+        >>> list_kinds(make_decoder_config("deepseek-v3"), [2, 3])
+        [(False, False), (True, False)]
+    """
+    experts, deltas = {*config.expert_layers}, {*config.delta_layers}
+    return [(i in experts, i in deltas) for i in layers]
 
 
 @lru_cache(maxsize=64)  # asked for every layout, rank and formula, with few different answers

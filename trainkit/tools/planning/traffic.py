@@ -13,6 +13,7 @@ from trainkit.parallel.recompute import read_mode
 from trainkit.tools.planning.activations import (
     attention_widths,
     count_chunk_tokens,
+    delta_widths,
     tokens_per_microbatch,
 )
 from trainkit.tools.planning.jobs import FP32, Job, num_microbatches, reshards
@@ -207,13 +208,18 @@ def _estimate_tensor_parallel(job: Job, layout: Layout, pp_rank: int) -> Iterato
 
 
 def _estimate_sequence(job: Job, layout: Layout, pp_rank: int) -> Iterator[Transfer]:
-    """Ring and Ulysses attention, in each block and microbatch.
+    """Ring and Ulysses, in each block and microbatch.
 
     The ring sends keys and values N - 1 times in forward and in backward, and their gradients N
     times, in fp32 (Liu et al. 2023). Ulysses exchanges queries, keys and values, and the output
     back, in forward, and their gradients in backward (Jacobs et al. 2023).
+
+    In delta layers a ring sends at most two states of each document, in fp32, and gathers the last
+    tokens of its parts for the convolution; Ulysses also exchanges the gates, in fp32.
     """
-    runs = find_part(job, layout, pp_rank).layers * num_microbatches(job, layout)
+    part = find_part(job, layout, pp_rank)
+    turns = num_microbatches(job, layout)
+    runs = (part.layers - part.deltas) * turns
     tokens = tokens_per_microbatch(job, layout)
     q, k, v, out = attention_widths(job.config, layout)
     forwards = 1 if job.recompute == "none" else 2
@@ -229,6 +235,21 @@ def _estimate_sequence(job: Job, layout: Layout, pp_rank: int) -> Iterator[Trans
     there, back = round(tokens * (q + k + v)), round(tokens * out)
     calls = runs * 2 * (forwards + 1)
     data = runs * (forwards + 1) * (there + back) * job.itemsize
+    delta = job.config.delta
+    if delta is not None:
+        runs = part.deltas * turns
+        documents = job.microbatch * job.documents
+        heads = delta.value_heads // layout.tp
+        columns, values = delta_widths(job.config, layout)
+        tails = 2 * n * documents * (delta.conv - 1) * round(2 * columns + values) * job.itemsize
+        yield Transfer("ring", n, "all_gather", runs * forwards, runs * forwards * tails)
+        yield Transfer("ring", n, "reduce_scatter", runs, runs * tails)
+        sends = runs * (forwards + 1) * min(2, n - 1)
+        state = heads * delta.key_size * delta.value_size * FP32
+        yield Transfer("ring", n, "send", sends, sends * documents * state)
+        calls += runs * 3 * (forwards + 1)
+        heads_bytes = 2 * round(columns + values) * job.itemsize + 2 * heads * FP32
+        data += runs * (forwards + 1) * tokens * heads_bytes
     yield Transfer("ulysses", layout.ulysses, "all_to_all", calls, data)
 
 
