@@ -826,8 +826,8 @@ MISTAKES = [
         (
             "gated_delta.py",
             "a chunk forgets nothing of the state before it",
-            "factor=since_start[:, :, -1:] * eye - to_state @ erased",
-            "factor=eye - to_state @ erased",
+            "        since_start[:, :, -1:] * eye - to_state @ erased,",
+            "        eye - to_state @ erased,",
             "tests/attention/test_gated_delta.py",
         ),
         (
