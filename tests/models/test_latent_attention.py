@@ -180,6 +180,11 @@ def test_facts_bring_back_latents_and_yarn():
         ({"head_dim": 8}, "head_dim must be left out, with latents, got 8"),
         ({"qk_norm": True}, "qk_norm must be left out, with latents, got True"),
         ({"qkv_bias": True}, "qkv_bias must be left out, with latents"),
+        ({"value_norm": True}, "value_norm must be left out, with latents"),
+        (
+            {"layer_scales": True, "experts": EXPERTS},
+            "layer_scales must be False, with experts",
+        ),
     ],
 )
 def test_what_latents_leave_no_room_for_is_refused(change, match):

@@ -655,6 +655,7 @@ class DecoderConfig:
                 "positions",
                 "no_rope_every",
                 "attention_sinks",
+                "value_norm",
             ):
                 self._require(field, "left out, with latents", ok=not getattr(self, field))
         ok = self.head_dim is None or 1 <= self.head_dim < math.inf
@@ -703,6 +704,8 @@ class DecoderConfig:
         self._require(
             "feed_forward", "left out, with experts, which have gated and activation", ok=ok
         )
+        ok = not (self.layer_scales and self.experts)
+        self._require("layer_scales", "False, with experts, whose layers have none", ok=ok)
         self._require("tied", "False, with a head of classes", ok=not (self.tied and self.classes))
         for field in ("latents", "sliding", "delta"):
             ok = not self.bidirectional or getattr(self, field) is None

@@ -16,6 +16,7 @@ from trainkit.attention.causal_conv import causal_conv, last_inputs
 from trainkit.attention.gated_delta import gated_delta_with_states, step_gated_delta
 from trainkit.attention.inputs import match_dtypes
 from trainkit.attention.sinks import add_sink
+from trainkit.attention.untraced import untraced
 from trainkit.attention.varlen import varlen
 from trainkit.types import Attend, AttendDelta, Convolutions, Spans
 
@@ -73,11 +74,12 @@ class KVCache:
 
     def attend(self, layer: str) -> Attend:
         """Return the attention of a layer: inside prompts, or from the newest tokens to all."""
-        return partial(_attend, self, layer)
+        # Not compiled: it writes to tensors that are no inputs of a graph.
+        return untraced(partial(_attend, self, layer))
 
     def attend_delta(self, layer: str) -> AttendDelta:
         """Return what a delta layer computes: inside prompts, or the newest tokens' step."""
-        return partial(_attend_delta, self, layer)
+        return untraced(partial(_attend_delta, self, layer))
 
     def select_rows(self, rows: Tensor) -> KVCache:
         """Return a cache of some of the rows.
@@ -113,19 +115,6 @@ def _attend(
         raise ValueError(
             "KVCache: a token that is generated sees none after itself, so it needs causal "
             "attention; this model is bidirectional"
-        )
-    if torch.compiler.is_compiling():  # it writes to tensors that are no inputs of a graph
-        return torch.compiler.disable(_attend)(
-            cache,
-            layer,
-            q,
-            k,
-            v,
-            spans=spans,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
         )
     q, k, v = match_dtypes(q, k, v)
     # Prompts, concatenated in one row: they attend to themselves, as in training.
@@ -177,18 +166,6 @@ def _attend_delta(
     beta: Tensor,
     spans: Spans,
 ) -> Tensor:
-    if torch.compiler.is_compiling():  # it writes to tensors that are no inputs of a graph
-        return torch.compiler.disable(_attend_delta)(
-            cache,
-            layer,
-            q,
-            k,
-            v,
-            convolutions=convolutions,
-            log_decay=log_decay,
-            beta=beta,
-            spans=spans,
-        )
     x = torch.cat([part.flatten(2) for part in (q, k, v)], dim=2)
     kernels = join_kernels(convolutions)
     # Prompts, each a span of the one row; row padding may follow them.
